@@ -1,0 +1,23 @@
+"""The only place that reads a clock.
+
+Cores take time as an argument. Loops and compute threads ask here, so that a test can look for stray clocks
+by name. All values are monotonic; none of them may cross a process boundary (durations travel, instants do
+not).
+"""
+
+import time
+
+
+def now_ms() -> int:
+    """Whole milliseconds of this process's monotonic clock."""
+    return time.monotonic_ns() // 1_000_000
+
+
+def now_us() -> int:
+    """Whole microseconds of this process's monotonic clock, for busy times and gaps."""
+    return time.monotonic_ns() // 1_000
+
+
+def pause_ms(duration_ms: float) -> None:
+    """Sleep on a thread that owns no socket (emulated compute, held test hooks)."""
+    time.sleep(duration_ms / 1_000)

@@ -1,0 +1,49 @@
+"""Which two nodes may exchange KV.
+
+Decides what must be equal at HELLO and what is negotiated; used by the prefill node on HELLO and by the
+decode node on HELLO_OK. It must never guess: a field that differs is named, and nothing is converted
+silently.
+"""
+
+from common.engines.interface import Capabilities
+from common.messages import NodeProfile
+
+MUST_BE_EQUAL = (
+    "model_id",
+    "weights_digest",
+    "tokenizer_digest",
+    "layers",
+    "kv_heads",
+    "head_dim",
+    "vocab_size",
+    "dtype",
+    "rope_form",
+)
+
+
+def profile_of(capabilities: Capabilities) -> NodeProfile:
+    """The profile that a node with this engine declares."""
+    identity = capabilities.identity
+    return NodeProfile(
+        model_id=identity.model_id,
+        weights_digest=identity.weights_digest,
+        tokenizer_digest=identity.tokenizer_digest,
+        layers=identity.layers,
+        kv_heads=identity.kv_heads,
+        head_dim=identity.head_dim,
+        vocab_size=identity.vocab_size,
+        dtype=capabilities.dtype,
+        rope_form=capabilities.rope_form,
+        max_tokens=capabilities.max_tokens,
+        chunk_tokens=capabilities.chunk_tokens,
+    )
+
+
+def differing_fields(ours: NodeProfile, theirs: NodeProfile) -> tuple[str, ...]:
+    """Names of the fields that must be equal and are not."""
+    return tuple(name for name in MUST_BE_EQUAL if getattr(ours, name) != getattr(theirs, name))
+
+
+def describe_difference(ours: NodeProfile, theirs: NodeProfile, fields: tuple[str, ...]) -> str:
+    """One readable clause per differing field."""
+    return "; ".join(f"{name}: {getattr(ours, name)} here, {getattr(theirs, name)} there" for name in fields)

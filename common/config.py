@@ -1,0 +1,264 @@
+"""The configuration of both daemons: every option, its default, its range, and what goes with what.
+
+Decides which configurations exist. `common/command_line.py` builds the flags and environment variables from
+these fields, so a default is written here and nowhere else; precedence is command line, environment, default.
+A model is frozen, and its constructor raises `ConfigError`, with what was wrong and what would be right,
+before anything heavy is imported or a model file is looked at. It must never read the environment itself:
+whoever constructs one sees every value that goes in.
+
+Plain pydantic models rather than pydantic-settings: importing the latter adds 0.2 s to every start and every
+`--help`, and the part of it that is used here, one environment variable per field, is ten lines. For the same
+reason a model is built when it is first constructed, not when it is imported.
+"""
+
+import os.path
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from common.cpus import check_cpus, parse_cpus, thread_count
+from common.endpoints import check_bind_endpoint, check_connect_endpoint
+from common.engines.registry import BACKENDS, EngineSettings
+from common.errors import ConfigError
+from common.limits import SOURCE_SLOTS
+from common.prefetch_route import check_prefetch_route
+
+DURATION_MS_MAX = 24 * 3_600_000
+TOKENS_MAX = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How a field looks on the command line.
+
+    metavar: the name of its value. bare: its value when the flag stands alone, None if it cannot. unset: what
+    applies when the field is None.
+    """
+
+    metavar: str
+    bare: str | None = None
+    unset: str = "none"
+
+
+def _existing_directory(path: str) -> str:
+    if not os.path.isdir(path):
+        raise ValueError(f"{path!r} is not a directory; create it first")
+    return path
+
+
+Milliseconds = Annotated[int, Field(ge=1, le=DURATION_MS_MAX)]
+Tokens = Annotated[int, Field(ge=1, le=TOKENS_MAX)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1)]
+BindEndpoint = Annotated[str, AfterValidator(check_bind_endpoint), Flag("ENDPOINT")]
+ConnectEndpoint = Annotated[str, AfterValidator(check_connect_endpoint)]
+Directory = Annotated[str, AfterValidator(_existing_directory)]
+Cpus = Annotated[
+    tuple[int, ...],
+    BeforeValidator(lambda value: parse_cpus(value) if isinstance(value, str) else value),
+    AfterValidator(check_cpus),
+]
+
+
+class NodeConfig(BaseModel):
+    """What both daemons have in common. Construction raises `ConfigError`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+    program: ClassVar[str]
+
+    model: Annotated[Name, Flag("MODEL")] = Field(
+        "SmolLM2-135M-Instruct", description="name or path of the model to serve"
+    )
+    bind: BindEndpoint
+    backend: str
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="number format of weights and KV"
+    )
+    max_tokens: Annotated[Tokens | None, Flag("TOKENS", unset="the backend's")] = Field(
+        None, description="most tokens, prompt and answer together, that a slot or lane holds"
+    )
+    chunk_tokens: Annotated[Tokens | None, Flag("TOKENS", unset="the backend's")] = Field(
+        None, description="prompt tokens computed at a time; a cancel takes effect between chunks"
+    )
+    cpus: Annotated[Cpus | None, Flag("LIST", unset="not pinned")] = Field(
+        None, description="CPUs to run on, as in 0,2-3; one compute thread for each"
+    )
+    drain_ms: Annotated[Milliseconds, Flag("MS")] = Field(
+        30_000, description="time for running work to end after the first signal, in ms"
+    )
+    ping_ms: Annotated[Milliseconds, Flag("MS")] = Field(500, description="interval of signs of life, in ms")
+    suspect_ms: Annotated[Milliseconds, Flag("MS")] = Field(
+        1_500, description="silence after which the other node gets no new work, in ms"
+    )
+    dead_after_ms: Annotated[Milliseconds, Flag("MS")] = Field(
+        3_000, description="silence after which the other node counts as dead, in ms"
+    )
+    lease_ms: Annotated[Milliseconds, Flag("MS")] = Field(
+        5_000, description="silence after which a session ends, in ms"
+    )
+    stall_ms: Annotated[Milliseconds | None, Flag("MS", unset="from the engine's longest chunk")] = Field(
+        None, description="time without progress of the compute thread after which it counts as hung, in ms"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
+    log_form: Literal["auto", "json", "text"] = Field(
+        "auto", description="form of the log on stderr; auto is text on a terminal, else JSON lines"
+    )
+    emulated_seed: Annotated[int, Field(ge=0, lt=2**63), Flag("N")] = Field(
+        0, description="emulated backends: the model's weights, as it were; equal on both nodes"
+    )
+    emulated_prefill_tokens_per_s: Annotated[Rate | None, Flag("RATE", unset="the backend's")] = Field(
+        None, description="emulated backends: prefill speed in tokens per second"
+    )
+    emulated_decode_ms: Annotated[Rate | None, Flag("MS", unset="the backend's")] = Field(
+        None, description="emulated backends: duration of a decode step, in ms"
+    )
+    hold_dir: Annotated[Directory | None, Flag("DIR")] = Field(
+        None, description="for tests: directory whose files hold or fail this node at named points"
+    )
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_readable(error)) from None
+
+    @model_validator(mode="after")
+    def _check_liveness(self) -> Self:
+        bounds = [self.ping_ms, self.suspect_ms, self.dead_after_ms, self.lease_ms]
+        if bounds != sorted(set(bounds)):
+            raise ValueError(
+                f"--ping-ms {self.ping_ms}, --suspect-ms {self.suspect_ms}, --dead-after-ms "
+                f"{self.dead_after_ms}, --lease-ms {self.lease_ms}: each must be greater than the one before"
+            )
+        return self
+
+    def _engine_settings(self, lanes: int) -> EngineSettings:
+        return EngineSettings(
+            backend=self.backend,
+            model=self.model,
+            dtype=self.dtype,
+            max_tokens=self.max_tokens,
+            chunk_tokens=self.chunk_tokens,
+            lanes=lanes,
+            threads=thread_count(self.cpus),
+            emulated_seed=self.emulated_seed,
+            emulated_prefill_tokens_per_s=self.emulated_prefill_tokens_per_s,
+            emulated_decode_ms=self.emulated_decode_ms,
+        )
+
+
+class PrefillConfig(NodeConfig):
+    """One prefill node. Construction raises `ConfigError`."""
+
+    program: ClassVar[str] = "prefill_node"
+
+    bind: BindEndpoint = Field(
+        "tcp://127.0.0.1:5701", description="where decode nodes connect: tcp://HOST:PORT or ipc://PATH"
+    )
+    backend: Annotated[str, Flag("|".join(name for name, facts in BACKENDS.items() if facts.prefill))] = (
+        Field("torch", description="what computes")
+    )
+    source_slots: Annotated[int, Field(ge=1, le=SOURCE_SLOTS), Flag("N")] = Field(
+        1, description="prompts whose KV is held at once, computing or waiting to be fetched"
+    )
+
+    @model_validator(mode="after")
+    def _check_backend(self) -> Self:
+        facts = BACKENDS.get(self.backend)
+        if facts is None or not facts.prefill:
+            usable = ", ".join(name for name, known in BACKENDS.items() if known.prefill)
+            fault = "there is no such backend" if facts is None else "it cannot prefill"
+            raise ValueError(f"--backend {self.backend}: {fault}; use one of {usable}")
+        return self
+
+    def engine_settings(self) -> EngineSettings:
+        """What the prefill engine is loaded with."""
+        return self._engine_settings(lanes=0)
+
+
+class DecodeConfig(NodeConfig):
+    """One decode node. Construction raises `ConfigError`."""
+
+    program: ClassVar[str] = "decode_node"
+
+    bind: BindEndpoint = Field(
+        "tcp://127.0.0.1:5700", description="where clients connect: tcp://HOST:PORT or ipc://PATH"
+    )
+    backend: Annotated[str, Flag("|".join(name for name, facts in BACKENDS.items() if facts.lanes_max))] = (
+        Field("torch", description="what computes")
+    )
+    slots: Annotated[int, Flag("N")] = Field(1, description="lanes: requests decoded at once")
+    pd_prefill_worker: Annotated[ConnectEndpoint | None, Flag("ENDPOINT")] = Field(
+        None, description="prefill node to use; without one, prompts are computed here"
+    )
+    pd_remote_only: bool = Field(False, description="never compute a prompt here")
+    pd_prefetch_next: Annotated[Annotated[int, Field(ge=1)] | None, Flag("DEPTH", bare="1", unset="off")] = (
+        Field(
+            None,
+            description="have the prefill node work ahead on DEPTH queued requests while this node decodes; "
+            "1 when DEPTH is left out",
+        )
+    )
+    on_prefill_failure: Literal["fail", "local"] = Field(
+        "fail", description="when remote prefill fails: fail the request, or compute its prompt here"
+    )
+    max_queue: Annotated[int, Field(ge=1, le=2**20), Flag("N")] = Field(
+        256, description="requests that may wait; further ones are answered BUSY"
+    )
+    prefill_timeout_ms: Annotated[Milliseconds, Flag("MS")] = Field(
+        120_000, description="time for the prefill node to compute one prompt, in ms"
+    )
+    prefill_wait_ms: Annotated[Milliseconds, Flag("MS")] = Field(
+        10_000, description="how long a request waits while no prefill node is usable, in ms"
+    )
+    job_timeout_ms: Annotated[Milliseconds, Flag("MS")] = Field(
+        600_000, description="time for a request from its acceptance to its last token, in ms"
+    )
+
+    @model_validator(mode="after")
+    def _check_route(self) -> Self:
+        check_prefetch_route(
+            prefill_worker=self.pd_prefill_worker,
+            remote_only=self.pd_remote_only,
+            backend=self.backend,
+            slots=self.slots,
+            prefetch_depth=self.prefetch_depth,
+            on_prefill_failure=self.on_prefill_failure,
+        )
+        return self
+
+    @property
+    def prefetch_depth(self) -> int:
+        """Prefetches held at a time; 0 when prefetch is off."""
+        return self.pd_prefetch_next or 0
+
+    def engine_settings(self) -> EngineSettings:
+        """What the decode engine is loaded with."""
+        return self._engine_settings(lanes=self.slots)
+
+
+def flag_of(field_name: str) -> str:
+    """The command line's name of a field."""
+    return "--" + field_name.replace("_", "-")
+
+
+def _readable(error: ValidationError) -> str:
+    """All faults in one line, in the words of the command line."""
+    faults = []
+    for fault in error.errors(include_url=False):
+        own_words = fault.get("ctx", {}).get("error")
+        message = str(own_words or f"{fault['msg']}, not {fault['input']!r}")
+        if fault["type"] == "extra_forbidden":
+            message = "there is no such option"
+        flag = flag_of(str(fault["loc"][0])) + ": " if fault["loc"] else ""
+        faults.append(flag + message)
+    return "; ".join(faults)

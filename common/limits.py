@@ -1,0 +1,27 @@
+"""Every bound that is not a flag, named, in one place.
+
+Decides what "too many" means; read by both nodes, the transport and the client. Nothing here may be changed
+at run time: whoever needs another value needs a flag. The answer at each limit stands beside it.
+"""
+
+from typing import Final
+
+CONTROL_MESSAGE_BYTES: Final = (
+    8 * 1024 * 1024
+)  # larger messages are dropped by the socket, the peer with them
+LABEL_CHARACTERS: Final = 256  # longer labels are a bad message
+DETAIL_CHARACTERS: Final = 2_000  # longer error texts are cut by the sender
+SESSIONS: Final = 1_024  # further HELLOs are refused as temporary
+JOBS_PER_CLIENT: Final = 4_096  # further SUBMITs are answered BUSY
+OUTBOX_MESSAGES: Final = 4_096  # one more ends that peer's session
+HIGH_WATER_MARK_MESSAGES: Final = 1_000  # further sends wait in the outbox
+BAD_MESSAGES_PER_CLIENT: Final = 5  # one more ends the client's session
+RECEIVE_BATCH_MESSAGES: Final = 256  # the rest waits for the next turn of the loop
+EPOCH_STEP: Final = 2**20  # a PREFILL with an epoch further ahead ends the session
+EPOCH: Final = 2**62
+MAILBOX_ITEMS: Final = 65_536  # between threads; one more is a bug of ours
+SOURCE_SLOTS: Final = 1_024
+IPC_PATH_BYTES: Final = 107  # sockaddr_un
+OUTBOX_RETRY_MS: Final = 5
+STEPS_PER_CHECK: Final = 64  # a daemon checks its invariants every so many steps, and when idle
+ORPHAN_GRACE_MS: Final = 1_000  # scheduling noise granted to a producer that was told to stop
