@@ -1,0 +1,199 @@
+"""A client of a decode node (or, for STATUS alone, of a prefill node).
+
+Decides nothing about jobs: it keeps one session, sends SUBMIT and CANCEL, and hands out what comes back, job
+by job. Used by the scripts, the tests and the gateway. One thread owns a client; it must come back to
+`events` more often than the node's lease, because that is where signs of life are sent. A session is never
+resumed: when it ends, every live job of it is reported as failed, and the next call opens a new one.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import zmq
+
+from common.clock import now_ms
+from common.errors import ErrorCode, HandshakeRefused, NodeUnavailable
+from common.ids import new_incarnation
+from common.messages import (
+    CancelJob,
+    ClientError,
+    Failed,
+    Finished,
+    HelloOk,
+    Rejected,
+    Role,
+    StatusReply,
+    StatusRequest,
+    Submit,
+)
+from transport.connector import Connector
+from transport.link import DealerLink
+from transport.peers import (
+    AttemptRefused,
+    CloseSocket,
+    Delivered,
+    LivenessTimes,
+    OpenSocket,
+    Post,
+    SendFrame,
+    SessionEnded,
+    SessionOpened,
+    StopConnecting,
+    Tick,
+)
+from transport.port import ControlPort
+from transport.zmq_sockets import new_context
+
+TIMES = LivenessTimes(ping_ms=500, suspect_ms=1_500, dead_after_ms=3_000, lease_ms=5_000)
+CONNECT_TIMEOUT_MS = 5_000
+_TERMINAL = (Finished, Failed, Rejected)
+
+
+class Client:
+    """One client session. Use as a context manager; leaving it cancels what still runs."""
+
+    def __init__(self, endpoint: str, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) -> None:
+        """Connect. Raises `NodeUnavailable` when nobody answers in time, `HandshakeRefused` when refused."""
+        self.endpoint = endpoint
+        self.hello: HelloOk | None = None
+        self._connect_timeout_ms = connect_timeout_ms
+        self._context = new_context()
+        self._connector = Connector(TIMES, new_incarnation(), Role.CLIENT)
+        self._port: ControlPort | None = None
+        self._live: set[str] = set()
+        self._arrived: list[Any] = []
+        self._status: dict[str, Any] | None = None
+        try:
+            self._ensure_open()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(
+        self,
+        label: str,
+        *,
+        prompt: str | None = None,
+        messages: list[dict[str, str]] | None = None,
+        prompt_ids: list[int] | None = None,
+        sampling: dict[str, Any] | None = None,
+    ) -> None:
+        """Send a job; ACCEPTED or REJECTED and the rest come out of `events` under its label."""
+        self._ensure_open()
+        turns = None if messages is None else tuple(messages)
+        ids = None if prompt_ids is None else tuple(prompt_ids)
+        self._live.add(label)
+        self._post(Submit(label, prompt, turns, ids, sampling or {}))
+
+    def cancel(self, label: str) -> None:
+        """Take a job back; it still gets its terminal answer."""
+        if self.hello is not None:
+            self._post(CancelJob(label))
+
+    def events(self, timeout_ms: int | None = None) -> Iterator[Any]:
+        """Messages about this client's jobs; waits for the first at most `timeout_ms` (None: for ever)."""
+        deadline_ms = None if timeout_ms is None else now_ms() + timeout_ms
+        while not self._arrived and self._turn(deadline_ms):
+            continue
+        arrived, self._arrived = self._arrived, []
+        yield from arrived
+
+    def status(self, timeout_ms: int = CONNECT_TIMEOUT_MS) -> dict[str, Any]:
+        """The node's STATUS. Raises `NodeUnavailable` when it does not come in time."""
+        self._ensure_open()
+        self._status = None
+        self._post(StatusRequest())
+        deadline_ms = now_ms() + timeout_ms
+        while self._status is None:
+            if not self._turn(deadline_ms) or self.hello is None:
+                raise NodeUnavailable(f"{self.endpoint} did not answer STATUS within {timeout_ms} ms")
+        return self._status
+
+    @property
+    def live(self) -> frozenset[str]:
+        """Labels of jobs without a terminal answer."""
+        return frozenset(self._live)
+
+    def close(self) -> None:
+        """Say goodbye, which cancels the jobs that still run, and let go of the socket."""
+        self._drive(self._connector.step(StopConnecting("the client is done"), now_ms()))
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ensure_open(self) -> None:
+        deadline_ms = now_ms() + self._connect_timeout_ms
+        while self.hello is None:
+            if not self._turn(deadline_ms):
+                raise NodeUnavailable(
+                    f"nobody answers at {self.endpoint}: is the daemon running, and is this the endpoint of"
+                    " its ready line?"
+                )
+
+    def _post(self, message: Any) -> None:
+        self._drive(self._connector.step(Post(self.hello.session, message), now_ms()))
+
+    def _turn(self, deadline_ms: int | None) -> bool:
+        """Wait for and handle whatever is next; False once the deadline has passed."""
+        moment_ms = now_ms()
+        if deadline_ms is not None and moment_ms >= deadline_ms:
+            return False
+        bounds = [deadline_ms, self._connector.deadline_ms()]
+        if self._port is not None:
+            bounds.append(self._port.deadline_ms(moment_ms))
+        bound_ms = min((bound for bound in bounds if bound is not None), default=None)
+        timeout_ms = None if bound_ms is None else max(0, bound_ms - moment_ms)
+        if self._port is not None:
+            self._port.link.socket.poll(timeout_ms, zmq.POLLIN)
+        elif timeout_ms:
+            zmq.Poller().poll(timeout_ms)
+        moment_ms = now_ms()
+        items = [] if self._port is None else [*self._port.receive(), *self._port.flush(moment_ms)]
+        for item in items:
+            self._drive(self._connector.step(item, moment_ms))
+        self._drive(self._connector.step(Tick(), moment_ms))
+        return True
+
+    def _drive(self, effects: list[Any]) -> None:
+        for effect in effects:
+            match effect:
+                case OpenSocket(route=route):
+                    self._port = ControlPort(
+                        DealerLink(self._context, self.endpoint, route), TIMES.dead_after_ms
+                    )
+                case CloseSocket() if self._port is not None:
+                    self._port.close()
+                    self._port = None
+                case SendFrame() if self._port is not None:
+                    lost = self._port.send(effect, now_ms())
+                    if lost is not None:
+                        self._drive(self._connector.step(lost, now_ms()))
+                case SessionOpened(hello_ok=hello_ok):
+                    self.hello = hello_ok
+                case SessionEnded(cause=cause):
+                    self._lose(cause)
+                case AttemptRefused(refusal=refusal) if not refusal.temporary:
+                    raise HandshakeRefused(refusal.detail)
+                case Delivered(message=message):
+                    self._deliver(message)
+
+    def _deliver(self, message: Any) -> None:
+        if isinstance(message, StatusReply):
+            self._status = message.body
+            return
+        if isinstance(message, _TERMINAL):
+            self._live.discard(message.label)
+        if isinstance(message, ClientError) or hasattr(message, "label"):
+            self._arrived.append(message)
+
+    def _lose(self, cause: str) -> None:
+        """The session is over: nobody will answer for its jobs any more."""
+        self.hello = None
+        detail = f"the session with {self.endpoint} ended: {cause}"
+        for label in sorted(self._live):
+            self._arrived.append(Failed(label, ErrorCode.PEER_LOST, detail, ErrorCode.PEER_LOST.definite))
+        self._live.clear()

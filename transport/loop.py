@@ -1,0 +1,106 @@
+"""The reactor: one thread that owns every socket of a daemon and never computes.
+
+Decides when the node's code runs: after a message, after an item from another thread, at its deadline, after
+a signal. Called once by each daemon's `__main__`, on the main thread. It holds no rule of the protocol; it
+must never block on anything but its poller.
+"""
+
+import os
+import signal
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from common import limits
+from common.clock import now_ms
+from common.errors import check
+
+
+class Wakeup:
+    """A pipe that ends a poll from another thread or from a signal handler."""
+
+    def __init__(self) -> None:
+        self.read_descriptor, self.write_descriptor = os.pipe()
+        os.set_blocking(self.read_descriptor, False)
+        os.set_blocking(self.write_descriptor, False)
+
+    def wake(self) -> None:
+        """End the current or the next poll. Safe from any thread."""
+        try:
+            os.write(self.write_descriptor, b"\0")
+        except BlockingIOError:
+            return  # the pipe is full of wake-ups already
+
+    def drain(self) -> bytes:
+        """Take what was written: signal numbers, or zeros."""
+        try:
+            return os.read(self.read_descriptor, 4_096)
+        except BlockingIOError:
+            return b""
+
+    def close(self) -> None:
+        os.close(self.read_descriptor)
+        os.close(self.write_descriptor)
+
+
+class Mailbox:
+    """Items from other threads to the loop: bounded, ordered, and each put ends the poll."""
+
+    def __init__(self, wakeup: Wakeup) -> None:
+        self._items: deque[Any] = deque()
+        self._wakeup = wakeup
+
+    def put(self, item: Any) -> None:
+        """Hand an item to the loop. Raises `InvariantViolation` when the loop has stopped taking them."""
+        check(len(self._items) < limits.MAILBOX_ITEMS, "the loop does not take what other threads hand it")
+        self._items.append(item)
+        self._wakeup.wake()
+
+    def take(self) -> list[Any]:
+        """Everything put so far."""
+        return [self._items.popleft() for _ in range(len(self._items))]
+
+
+class Loop:
+    """Poller, wake-up and signals of one process.
+
+    Signal handlers do nothing: the interpreter writes the signal's number into the wake-up pipe, and `poll`
+    returns it with everything else.
+    """
+
+    def __init__(self) -> None:
+        self.wakeup = Wakeup()
+        self._poller = zmq.Poller()
+        self._poller.register(self.wakeup.read_descriptor, zmq.POLLIN)
+        self._restore: Callable[[], None] | None = None
+
+    def catch_signals(self, *numbers: signal.Signals) -> None:
+        """From now on `poll` reports these signals. Main thread only."""
+        earlier = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        earlier_descriptor = signal.set_wakeup_fd(self.wakeup.write_descriptor, warn_on_full_buffer=False)
+
+        def restore() -> None:
+            signal.set_wakeup_fd(earlier_descriptor)
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
+
+        self._restore = restore
+
+    def watch(self, socket: zmq.Socket) -> None:
+        self._poller.register(socket, zmq.POLLIN)
+
+    def forget(self, socket: zmq.Socket) -> None:
+        self._poller.unregister(socket)
+
+    def poll(self, deadline_ms: int | None) -> list[signal.Signals]:
+        """Wait until something happens or the deadline passes; signals that arrived meanwhile."""
+        timeout_ms = None if deadline_ms is None else max(0, deadline_ms - now_ms())
+        self._poller.poll(timeout_ms)
+        return [signal.Signals(number) for number in self.wakeup.drain() if number]
+
+    def close(self) -> None:
+        if self._restore is not None:
+            self._restore()
+        self.wakeup.close()

@@ -1,0 +1,111 @@
+"""The only place that makes ZeroMQ sockets, with every option set on purpose.
+
+Decides socket types and options, and takes the lock that keeps two daemons off one `ipc://` path. Called by
+the links alone. One context per process; it must not be used from a forked child.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+
+import zmq
+
+from common import limits
+from common.errors import ConfigError
+
+_BYE_LINGER_MS = 200
+
+
+def new_context() -> zmq.Context:
+    """The process's context: one I/O thread is enough for control traffic."""
+    context = zmq.Context(io_threads=1)
+    context.set(zmq.MAX_SOCKETS, 2 * limits.SESSIONS + 64)
+    return context
+
+
+def _set_common_options(socket: zmq.Socket) -> None:
+    # A BYE may still leave after close; nothing else holds up the exit.
+    socket.setsockopt(zmq.LINGER, _BYE_LINGER_MS)
+    # Beyond these the sender sees EAGAIN and its outbox decides.
+    socket.setsockopt(zmq.SNDHWM, limits.HIGH_WATER_MARK_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, limits.HIGH_WATER_MARK_MESSAGES)
+    # The socket refuses what the codec would refuse, before it is in memory.
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.CONTROL_MESSAGE_BYTES)
+    # Liveness is ours (PING, lease); ZeroMQ's would hide a hung node behind its I/O thread.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
+
+
+def bind_router(context: zmq.Context, endpoint: str) -> tuple[zmq.Socket, "IpcLock | None"]:
+    """A bound ROUTER and, for `ipc://`, the lock on its path. Raises `ConfigError` when it is in use."""
+    lock = IpcLock(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
+    socket = context.socket(zmq.ROUTER)
+    _set_common_options(socket)
+    # An unroutable message is an error to us, not a silent drop.
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # Routing ids are the ROUTER's own; nobody can take over another peer's.
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        if lock is not None:
+            lock.release()
+        raise ConfigError(_bind_problem(endpoint, error)) from error
+    return socket, lock
+
+
+def connect_dealer(context: zmq.Context, endpoint: str) -> zmq.Socket:
+    """A DEALER for one session or one attempt at it: it never reconnects by itself."""
+    socket = context.socket(zmq.DEALER)
+    _set_common_options(socket)
+    # A disconnect ends the session; a new one opens a new socket with our own back-off.
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    # HELLO waits in the socket while it connects; it dies with the socket.
+    socket.setsockopt(zmq.IMMEDIATE, 0)
+    socket.connect(endpoint)
+    return socket
+
+
+def _bind_problem(endpoint: str, error: zmq.ZMQError) -> str:
+    if error.errno == zmq.EADDRINUSE:
+        return (
+            f"{endpoint} is in use: stop the daemon that holds it or choose another --bind (port 0 picks one)"
+        )
+    return f"cannot bind {endpoint}: {error.strerror}"
+
+
+class IpcLock:
+    """Exclusive right to bind one `ipc://` path, held by flock on `PATH.lock`.
+
+    A second bind on a live path would silently take its traffic, so the lock comes first; whoever gets it may
+    remove a socket file that a killed daemon left behind.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises `ConfigError` when a live daemon holds the path or its directory cannot be written."""
+        self._socket_path = Path(path)
+        self._lock_path = Path(f"{path}.lock")
+        while True:
+            try:
+                self._descriptor = os.open(self._lock_path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot bind ipc://{path}: {error.strerror} ({self._lock_path})"
+                ) from error
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(self._descriptor)
+                raise ConfigError(
+                    f"ipc://{path} is in use: stop the daemon that holds it or choose another --bind"
+                ) from error
+            if os.fstat(self._descriptor).st_nlink > 0:
+                break
+            os.close(self._descriptor)  # its former holder removed it between our open and our lock
+        self._socket_path.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Remove the socket file and the lock."""
+        self._socket_path.unlink(missing_ok=True)
+        self._lock_path.unlink(missing_ok=True)
+        os.close(self._descriptor)
