@@ -1,0 +1,268 @@
+"""The decode node's compute thread.
+
+Decides only the order of work on one device: commands first, then one piece of an import or one chunk of a
+local prefill, then one decode step of all running lanes, and again. It owns the engine and the samplers of
+live jobs. Commands come through a bounded queue, answers go to the loop's mailbox; every command is answered
+as `decode_node.events` says, exactly once. It must never touch a socket, and never sample from what was not
+verified.
+"""
+
+import queue
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common.clock import now_us
+from common.digests import bytes_digest
+from common.engines.interface import Capabilities, DecodeEngine
+from common.engines.registry import EngineSettings, load_decode_engine
+from common.errors import ConfigError, ErrorCode
+from common.hooks import HoldPoints
+from common.kv_layout import KvLayout, chunk_bounds
+from common.messages import PrefillDone
+from decode_node import events as ev
+from decode_node.kv_import import KvImport
+from decode_node.sampler import JobSampler
+from transport.loop import Mailbox
+from transport.slab import SlabView
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoaded:
+    """The engine is ready."""
+
+    capabilities: Capabilities
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """The engine could not be loaded."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImportFrom:
+    """`StartImport` with the mapping to read from."""
+
+    job_id: str
+    lane: int
+    view: SlabView
+    slot_layout: KvLayout
+    record: PrefillDone
+
+
+@dataclass(slots=True)
+class _Running:
+    """A lane that decodes: its job and the token to feed next."""
+
+    job_id: str
+    token_id: int
+    stepped: bool = False
+
+
+@dataclass(slots=True)
+class _Filling:
+    """A lane that is being filled: the work left, one piece or chunk per `next`."""
+
+    job_id: str
+    work: Iterator[None]
+
+
+class DecodeCompute:
+    """The one thread that may use the engine and the samplers."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        mailbox: Mailbox,
+        hooks: HoldPoints,
+        command_limit: int,
+    ) -> None:
+        self._settings = settings
+        self._eos_token_ids: frozenset[int] = frozenset()
+        self._mailbox = mailbox
+        self._hooks = hooks
+        self._commands: queue.Queue[Any] = queue.Queue(command_limit)
+        self._running: dict[int, _Running] = {}
+        self._filling: dict[int, _Filling] = {}
+        self._idle_since_us: dict[int, int] = {}
+        self._samplers: dict[str, JobSampler] = {}
+        self._engine: DecodeEngine | None = None
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._handlers = {
+            ev.SampleFirst: self._sample_first,
+            ImportFrom: self._start_import,
+            ev.StartLocalPrefill: self._start_local_prefill,
+            ev.StartDecode: self._start_decode,
+            ev.StopLane: self._stop_lane,
+            ev.ForgetJob: self._forget_job,
+        }
+
+    def start(self) -> None:
+        """Begin loading; the mailbox gets EngineLoaded or EngineFailed."""
+        self._thread.start()
+
+    def use_eos(self, token_ids: frozenset[int]) -> None:
+        """Say which ids end an answer, before the first command."""
+        self._eos_token_ids = token_ids
+
+    def put(self, command: Any) -> None:
+        """Have a command carried out."""
+        self._commands.put_nowait(command)
+
+    def stop(self) -> None:
+        """End the thread; nothing may be running."""
+        self._commands.put_nowait(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._engine = load_decode_engine(self._settings)
+        except ConfigError as error:
+            self._mailbox.put(EngineFailed(str(error)))
+            return
+        except Exception:
+            self._mailbox.put(EngineFailed(traceback.format_exc()))
+            return
+        self._mailbox.put(EngineLoaded(self._engine.capabilities))
+        while True:
+            busy = bool(self._running or self._filling)
+            try:
+                command = self._commands.get(block=not busy)
+            except queue.Empty:
+                self._work()
+                continue
+            if command is None:
+                return
+            self._handlers[type(command)](command)
+
+    def _work(self) -> None:
+        """One bounded unit of each kind of work that there is."""
+        for lane in list(self._filling):
+            self._fill(lane)
+        if self._running:
+            self._step_lanes()
+
+    def _sample_first(self, command: ev.SampleFirst) -> None:
+        record = command.record
+        if bytes_digest(record.logits) != record.logits_digest:
+            detail = "the logits do not match their digest"
+            self._mailbox.put(ev.LogitsRefused(command.job_id, ErrorCode.KV_CORRUPT, detail))
+            return
+        sampler = self._sampler(command.job_id, command.sampling)
+        try:
+            sampled = sampler.sample(np.frombuffer(record.logits, dtype="<f4"))
+        except ValueError as error:
+            self._mailbox.put(ev.LogitsRefused(command.job_id, ErrorCode.KV_CORRUPT, str(error)))
+            return
+        self._mailbox.put(ev.FirstTokenSampled(command.job_id, sampled.token_id, sampled.finish_reason))
+
+    def _sampler(self, job_id: str, sampling: Any) -> JobSampler:
+        if job_id not in self._samplers:
+            self._samplers[job_id] = JobSampler(sampling, self._eos_token_ids)
+        return self._samplers[job_id]
+
+    def _start_import(self, command: ImportFrom) -> None:
+        work = self._import(command)
+        self._filling[command.lane] = _Filling(command.job_id, work)
+
+    def _import(self, command: ImportFrom) -> Iterator[None]:
+        kv = KvImport(command.view, command.slot_layout, command.record, self._engine, command.lane)
+        try:
+            for _ in kv.pieces():
+                self._hooks.at("import.piece")
+                yield
+        except Exception:
+            kv.code, kv.detail = ErrorCode.ENGINE_ERROR, traceback.format_exc()
+        self._mailbox.put(
+            ev.ImportEnded(command.job_id, command.lane, kv.code, kv.detail, kv.copy_us, kv.digest_us)
+        )
+
+    def _start_local_prefill(self, command: ev.StartLocalPrefill) -> None:
+        work = self._local_prefill(command)
+        self._filling[command.lane] = _Filling(command.job_id, work)
+
+    def _local_prefill(self, command: ev.StartLocalPrefill) -> Iterator[None]:
+        prompt = np.frombuffer(command.prompt, dtype="<i4").astype(np.int64)
+        sampler = self._sampler(command.job_id, command.sampling)
+        busy_us = 0
+        logits = None
+        for start, end in chunk_bounds(0, len(prompt), self._engine.capabilities.chunk_tokens):
+            self._hooks.at("local.chunk")
+            started_us = now_us()
+            logits = self._engine.prefill_chunk(command.lane, prompt, start, end)
+            busy_us += now_us() - started_us
+            if end < len(prompt):
+                self._mailbox.put(ev.LocalChunkComputed(command.job_id, command.lane))
+                yield
+        sampled = None if command.keep_token else sampler.sample(logits)
+        token_id, reason = (None, None) if sampled is None else (sampled.token_id, sampled.finish_reason)
+        self._mailbox.put(ev.LocalPrefillEnded(command.job_id, command.lane, token_id, reason, busy_us))
+
+    def _fill(self, lane: int) -> None:
+        filling = self._filling[lane]
+        try:
+            next(filling.work)
+        except StopIteration:
+            del self._filling[lane]
+        except Exception:
+            del self._filling[lane]
+            self._mailbox.put(ev.LaneFailed(filling.job_id, lane, traceback.format_exc()))
+
+    def _start_decode(self, command: ev.StartDecode) -> None:
+        self._running[command.lane] = _Running(command.job_id, command.token_id)
+
+    def _stop_lane(self, command: ev.StopLane) -> None:
+        if self._running.pop(command.lane, None) is not None:
+            self._idle_since_us[command.lane] = now_us()
+        self._filling.pop(command.lane, None)
+        self._engine.set_length(command.lane, 0)
+        self._mailbox.put(ev.LaneStopped(command.lane))
+
+    def _forget_job(self, command: ev.ForgetJob) -> None:
+        self._samplers.pop(command.job_id, None)
+
+    def _step_lanes(self) -> None:
+        self._hooks.at("decode.step")
+        lanes = sorted(self._running)
+        running = [self._running[lane] for lane in lanes]
+        started_us = now_us()
+        try:
+            logits = self._engine.step(lanes, [item.token_id for item in running])
+        except Exception:
+            detail = traceback.format_exc()
+            for lane, item in zip(lanes, running, strict=True):
+                self._end_decode(lane)
+                self._mailbox.put(ev.LaneFailed(item.job_id, lane, detail))
+            return
+        for row, lane, item in zip(logits, lanes, running, strict=True):
+            self._take_token(row, lane, item, started_us)
+
+    def _take_token(self, row: np.ndarray, lane: int, item: _Running, started_us: int) -> None:
+        try:
+            sampled = self._samplers[item.job_id].sample(row)
+        except ValueError as error:
+            self._end_decode(lane)
+            self._mailbox.put(ev.LaneFailed(item.job_id, lane, str(error)))
+            return
+        gap_us = None if item.stepped else self._lane_gap_us(lane, started_us)
+        item.token_id, item.stepped = sampled.token_id, True
+        busy_us = now_us() - started_us
+        if sampled.finish_reason is not None:
+            self._end_decode(lane)
+        token = ev.TokenSampled(item.job_id, lane, sampled.token_id, sampled.finish_reason, busy_us, gap_us)
+        self._mailbox.put(token)
+
+    def _lane_gap_us(self, lane: int, started_us: int) -> int | None:
+        """From the last token of the lane's former job to this job's first step."""
+        idle_since_us = self._idle_since_us.get(lane)
+        return None if idle_since_us is None else started_us - idle_since_us
+
+    def _end_decode(self, lane: int) -> None:
+        del self._running[lane]
+        self._idle_since_us[lane] = now_us()

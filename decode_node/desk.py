@@ -1,0 +1,231 @@
+"""The job desk: every job from SUBMIT to its one terminal answer.
+
+Decides who may submit, what a client is told and when a job is over; part of the decode core, called by it
+alone. Every way out of a job leads through `_retire`, once: it answers the client, detaches the reservation,
+stops the lane and tells both threads to forget. What is still written or read then stays taken in the books
+of worker and lanes, with no job attached, until its own end is reported.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from common import limits
+from common.errors import ErrorCode, check
+from common.lifecycle import JobEvent, JobState, LaneEvent, LaneState
+from common.messages import (
+    Accepted,
+    CancelJob,
+    Failed,
+    Finished,
+    HelloOk,
+    Rejected,
+    Submit,
+    Tokens,
+)
+from decode_node import events as ev
+from decode_node.clients import Clients
+from decode_node.jobs import Job
+from decode_node.lanes import Lanes
+from decode_node.scheduler import Scheduler
+from decode_node.settings import DecodeSettings
+from decode_node.timers import Timers
+from decode_node.worker import Worker
+
+BUSY_RETRY_MS = 500
+_WAITING = (JobState.TOKENIZING, JobState.QUEUED)
+
+
+class JobDesk:
+    """All live jobs and the clients they belong to."""
+
+    def __init__(
+        self,
+        settings: DecodeSettings,
+        scheduler: Scheduler,
+        worker: Worker,
+        lanes: Lanes,
+        new_session_id: Callable[[], str],
+        new_job_id: Callable[[], str],
+    ) -> None:
+        self._settings = settings
+        self._scheduler = scheduler
+        self._worker = worker
+        self._lanes = lanes
+        self._new_session_id = new_session_id
+        self._new_job_id = new_job_id
+        self._jobs: dict[str, Job] = {}
+        self._arrivals = 0
+        self.clients = Clients()
+        self.timers = Timers()
+        self.waiting_count = 0
+        self.draining = False
+        self.counters = {
+            "jobs_accepted": 0,
+            "jobs_rejected": 0,
+            "jobs_finished": 0,
+            "jobs_failed": 0,
+            "jobs_cancelled": 0,
+        }
+
+    def get(self, job_id: str) -> Job | None:
+        """A live job; None when it has ended: whoever answers for it then is late."""
+        return self._jobs.get(job_id)
+
+    def live(self) -> list[Job]:
+        return list(self._jobs.values())
+
+    @property
+    def token_limit(self) -> int:
+        """Most positions of one job: the smaller of both sides', as far as the other is known."""
+        own, theirs = self._settings.profile.max_tokens, self._worker.max_tokens
+        return own if theirs is None else min(own, theirs)
+
+    def on_client_hello(self, event: ev.ClientHello, now_ms: int) -> list[Any]:
+        session = self._new_session_id()
+        self.clients.open(session)
+        own = self._settings
+        answer = HelloOk(session, own.incarnation, own.lease_ms, own.stall_ms, own.profile)
+        return [ev.AnswerHello(event.route, answer)]
+
+    def on_client_lost(self, event: ev.ClientLost, now_ms: int) -> list[Any]:
+        effects = []
+        for job_id in self.clients.close(event.session):
+            self.counters["jobs_cancelled"] += 1
+            effects += self._retire(self._jobs[job_id], f"client gone: {event.cause}", now_ms)
+        return effects
+
+    def on_client_mistake(self, event: ev.ClientMistake, now_ms: int) -> list[Any]:
+        return self.clients.mistake(event.session, event.code, event.detail)
+
+    def on_message(self, session: str, message: Any, now_ms: int) -> list[Any]:
+        """A message of a client: a job, a cancel, or nothing that a client should send."""
+        if isinstance(message, Submit):
+            return self._on_submit(session, message, now_ms)
+        if isinstance(message, CancelJob):
+            return self._on_cancel(session, message, now_ms)
+        detail = f"a decode node takes no {type(message).__name__} from a client"
+        return self.clients.mistake(session, ErrorCode.BAD_MESSAGE, detail)
+
+    def _on_cancel(self, session: str, message: CancelJob, now_ms: int) -> list[Any]:
+        # An unknown label is a job that has ended meanwhile.
+        job_id = self.clients.job_id(session, message.label)
+        if job_id is None:
+            return []
+        self.counters["jobs_cancelled"] += 1
+        return self.fail(self._jobs[job_id], ErrorCode.CANCELLED, "cancelled by its client", now_ms)
+
+    def _on_submit(self, session: str, submit: Submit, now_ms: int) -> list[Any]:
+        refusal = self.clients.refusal(session, submit.label)
+        if self.draining:
+            refusal = ErrorCode.SHUTTING_DOWN, "this decode node is shutting down"
+        elif refusal is None and self.waiting_count >= self._settings.max_queue:
+            refusal = ErrorCode.BUSY, f"{self.waiting_count} jobs are waiting already (--max-queue)"
+        if refusal is not None:
+            return [self._rejected(session, submit.label, *refusal)]
+        self._arrivals += 1
+        job = Job(self._new_job_id(), session, submit.label, self._arrivals, now_ms, now_ms)
+        self._jobs[job.job_id] = job
+        self.clients.add(session, submit.label, job.job_id)
+        self.waiting_count += 1
+        self.timers.set(now_ms + self._settings.job_timeout_ms, job.job_id, "job")
+        return [ev.PrepareSubmission(job.job_id, submit, self.token_limit)]
+
+    def on_prepared(self, event: ev.SubmissionPrepared, now_ms: int) -> list[Any]:
+        job = self.get(event.job_id)
+        if job is None:
+            return []
+        job.prompt, job.prompt_digest, job.sampling = event.prompt, event.prompt_digest, event.sampling
+        job.advance(JobEvent.ACCEPTED, now_ms)
+        self._scheduler.enqueue(job)
+        self.counters["jobs_accepted"] += 1
+        return [ev.SendToClient(job.client, Accepted(job.label, job.job_id, job.prompt_tokens))]
+
+    def on_refused(self, event: ev.SubmissionRefused, now_ms: int) -> list[Any]:
+        job = self.get(event.job_id)
+        if job is None:
+            return []
+        effects = self._retire(job, "rejected", now_ms)
+        return [*effects, self._rejected(job.client, job.label, event.code, event.detail)]
+
+    def on_text(self, event: ev.TextProduced, now_ms: int) -> list[Any]:
+        job = self.get(event.job_id)
+        if job is None:
+            return []
+        job.text_pending -= 1
+        job.completion_tokens += len(event.token_ids)
+        effects: list[Any] = []
+        if event.token_ids or event.text:
+            if job.first_token_ms is None:
+                job.first_token_ms = now_ms - job.arrival_ms
+            effects.append(ev.SendToClient(job.client, Tokens(job.label, event.token_ids, event.text)))
+        if event.stopped or event.final:
+            effects += self._finish(job, "stop" if event.stopped else job.finish_reason, now_ms)
+        return effects
+
+    def push(self, job: Job, token_id: int, finish_reason: str | None) -> ev.PushTokens:
+        """Hand a sampled token to the text thread; the client gets what it makes of it."""
+        job.text_pending += 1
+        job.finish_reason = finish_reason
+        return ev.PushTokens(job.job_id, token_id, final=finish_reason is not None)
+
+    def leave_queue(self, job: Job, event: JobEvent, now_ms: int) -> None:
+        """A queued job is being worked on."""
+        job.advance(event, now_ms)
+        self.waiting_count -= 1
+
+    def requeue(self, job: Job, now_ms: int) -> None:
+        """A job without reservation or lane goes back to its old place."""
+        check(job.reservation is None and job.lane is None, "INV-2: a queued job holds something")
+        job.record = None
+        job.advance(JobEvent.REQUEUED, now_ms)
+        self.waiting_count += 1
+        self._scheduler.enqueue(job)
+
+    def fail(self, job: Job, code: ErrorCode, detail: str, now_ms: int) -> list[Any]:
+        """End a job with FAILED."""
+        check(not code.definite or not job.keep_token, f"INV-8: {code} is definite but a token was yielded")
+        self.counters["jobs_failed"] += 1
+        effects = self._retire(job, f"{code}: {detail}", now_ms)
+        failed = Failed(job.label, code, detail[: limits.DETAIL_CHARACTERS], code.definite)
+        return [*effects, ev.SendToClient(job.client, failed)]
+
+    def detach(self, job: Job, cause: str, now_ms: int) -> list[Any]:
+        """The job lets go of its reservation, if it has one."""
+        reservation, job.reservation = job.reservation, None
+        self.timers.cancel(job.job_id, "prefill")
+        return [] if reservation is None else self._worker.detach(reservation, cause, now_ms)
+
+    def _finish(self, job: Job, reason: str, now_ms: int) -> list[Any]:
+        self.counters["jobs_finished"] += 1
+        effects = self._retire(job, "finished", now_ms)
+        finished = Finished(job.label, reason, job.path, job.usage(), job.timings())
+        return [*effects, ev.SendToClient(job.client, finished)]
+
+    def _retire(self, job: Job, cause: str, now_ms: int) -> list[Any]:
+        """The one way out: release everything the job holds, and forget it. The caller answers the client.
+
+        A second call for the same job is illegal by the table of `JobState`, so no job is answered twice.
+        """
+        if job.state in _WAITING:
+            self.waiting_count -= 1
+        job.advance(JobEvent.RETIRED, now_ms)
+        del self._jobs[job.job_id]
+        self.timers.cancel(job.job_id, "job")
+        self.clients.remove(job.client, job.label)
+        effects = self.detach(job, cause, now_ms) + self._stop_lane(job)
+        return [*effects, ev.ForgetJob(job.job_id)]
+
+    def _stop_lane(self, job: Job) -> list[Any]:
+        """Have compute let go of the job's lane. A copy runs to its end by itself."""
+        if job.lane is None:
+            return []
+        lane = self._lanes[job.lane]
+        if lane.state is LaneState.IMPORTING:
+            return []
+        self._lanes.advance(lane, LaneEvent.STOP_REQUESTED)
+        return [ev.StopLane(lane.index)]
+
+    def _rejected(self, session: str, label: str, code: ErrorCode, detail: str) -> ev.SendToClient:
+        self.counters["jobs_rejected"] += 1
+        retry_ms = BUSY_RETRY_MS if code is ErrorCode.BUSY else None
+        return ev.SendToClient(session, Rejected(label, code, detail, retry_ms))

@@ -1,0 +1,333 @@
+"""What the decode core is told and what it asks for.
+
+Decides nothing: frozen values between the core, the session layer, the compute thread and the text thread.
+Events are in the past tense, effects are verbs. KV bytes never appear here, only (session, slot, epoch) and
+lane numbers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import ErrorCode
+from common.messages import Hello, HelloOk, HelloRefused, PrefillDone, Submit
+from common.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ClientHello:
+    """A client wants a session."""
+
+    route: bytes
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLost:
+    """A client's session has ended, for whatever cause."""
+
+    session: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClientMessage:
+    """A message of a client's live session."""
+
+    session: str
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ClientMistake:
+    """A client's session sent something that is not a valid message."""
+
+    session: str
+    code: ErrorCode
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOpened:
+    """There is a session with the prefill node, and its slab is mapped."""
+
+    hello_ok: HelloOk
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRefused:
+    """The prefill node, or the mapping of its slab, said no."""
+
+    refusal: HelloRefused
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The session with the prefill node has ended, for whatever cause."""
+
+    session: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMessage:
+    """A message of the live session with the prefill node."""
+
+    session: str
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SubmissionPrepared:
+    """The text thread has validated and tokenised a job. `prompt`: int32 little-endian ids."""
+
+    job_id: str
+    prompt: bytes
+    prompt_digest: str
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SubmissionRefused:
+    """The text thread found the job wanting."""
+
+    job_id: str
+    code: ErrorCode
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextProduced:
+    """Text of tokens pushed so far. `token_ids` are those it accounts for.
+
+    stopped: a stop string is complete, and the job ends with the last of `token_ids`. final: this answers the
+    push of the job's last token, nothing is held back any more.
+    """
+
+    job_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    stopped: bool
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenSampled:
+    """The first token came out of the record's verified logits."""
+
+    job_id: str
+    token_id: int
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRefused:
+    """The record's logits do not match their digest, or cannot be sampled from."""
+
+    job_id: str
+    code: ErrorCode
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImportEnded:
+    """The copy into a lane has ended; `code` is None when every digest and the epoch matched."""
+
+    job_id: str
+    lane: int
+    code: ErrorCode | None
+    detail: str
+    copy_us: int
+    digest_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalChunkComputed:
+    """One chunk of a local prefill is done, more follow."""
+
+    job_id: str
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPrefillEnded:
+    """A local prefill is done. token_id is None when the job kept a token it already had."""
+
+    job_id: str
+    lane: int
+    token_id: int | None
+    finish_reason: str | None
+    busy_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSampled:
+    """One decode step of a lane is done. With a finish reason, compute has let go of the lane."""
+
+    job_id: str
+    lane: int
+    token_id: int
+    finish_reason: str | None
+    busy_us: int
+    lane_gap_us: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LaneStopped:
+    """Compute has let go of a lane that it was told to stop, whatever it was doing there."""
+
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaneFailed:
+    """Compute raised while it worked in a lane, and has let go of it."""
+
+    job_id: str
+    lane: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """The operator wants the node to drain and exit."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """A deadline of the core may have come."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHello:
+    """Accept or refuse the client of this route."""
+
+    route: bytes
+    message: HelloOk | HelloRefused
+
+
+@dataclass(frozen=True, slots=True)
+class SendToClient:
+    """Send a message in a client's session."""
+
+    session: str
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SendToWorker:
+    """Send a message in the session with the prefill node."""
+
+    session: str
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class CloseClient:
+    """End a client's session, with a reason for it."""
+
+    session: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseWorker:
+    """End the session with the prefill node; a new attempt follows."""
+
+    session: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveWorker:
+    """End the session with the prefill node, if any, and make no further attempt."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnmapSlab:
+    """No slot of that ended session is read any more: close its mapping."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareSubmission:
+    """Text thread: validate and tokenise. Answered by SubmissionPrepared or SubmissionRefused."""
+
+    job_id: str
+    submit: Submit
+    token_limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushTokens:
+    """Text thread: turn the job's next token into text. Answered by TextProduced."""
+
+    job_id: str
+    token_id: int
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetJob:
+    """Both threads: drop what you hold for a job that has ended."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFirst:
+    """Compute: verify the record's logits and sample. Answered by FirstTokenSampled or LogitsRefused."""
+
+    job_id: str
+    record: PrefillDone
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class StartImport:
+    """Compute: copy a slot into a lane and verify it. Answered by ImportEnded."""
+
+    job_id: str
+    lane: int
+    session: str
+    record: PrefillDone
+
+
+@dataclass(frozen=True, slots=True)
+class StartLocalPrefill:
+    """Compute: prefill in a lane. Answered by LocalPrefillEnded or LaneFailed, chunks in between.
+
+    keep_token: the job has its first token already, do not sample another.
+    """
+
+    job_id: str
+    lane: int
+    prompt: bytes
+    sampling: SamplingParams
+    keep_token: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StartDecode:
+    """Compute: generate in a lane from `token_id` on. Each step is answered by TokenSampled."""
+
+    job_id: str
+    lane: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopLane:
+    """Compute: let go of a lane. Answered by LaneStopped."""
+
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExitNode:
+    """Leave with this status; nothing is left to do."""
+
+    status: int
+    reason: str

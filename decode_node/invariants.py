@@ -1,0 +1,33 @@
+"""What must hold in the decode core after every step.
+
+Decides nothing; called through `DecodeCore.check`, in tests and simulation after each step, in the daemon now
+and then. It re-derives from the parts what each of them claims, and must never change anything.
+"""
+
+from typing import TYPE_CHECKING
+
+from common.errors import check
+from common.lifecycle import JobState
+
+if TYPE_CHECKING:
+    from decode_node.core import DecodeCore
+
+
+def check_decode_core(core: "DecodeCore") -> None:
+    """Raise `InvariantViolation` naming the broken invariant."""
+    ledger, lanes, jobs = core.worker.ledger, core.lanes, core.desk.live()
+    ledger.check()
+    lanes.check()
+    check(
+        ledger.live_count <= lanes.count + core.route.prefetch_depth,
+        "INV-6: more productions are held than lanes and depth allow",
+    )
+    waiting = sum(job.state in (JobState.TOKENIZING, JobState.QUEUED) for job in jobs)
+    check(waiting == core.desk.waiting_count, "INV-6: the count of waiting jobs is wrong")
+    for job in jobs:
+        check(job.state is not JobState.ENDED, "INV-7: an ended job is still kept")
+        if job.reservation is not None:
+            slot = ledger.find(job.reservation)
+            check(slot is not None and slot.job_id == job.job_id, "INV-2: a job without its slot")
+        if job.lane is not None:
+            check(lanes[job.lane].job_id == job.job_id, "INV-2: a job without its lane")

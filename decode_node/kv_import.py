@@ -1,0 +1,83 @@
+"""The import: KV out of a slot, into a lane, verified.
+
+Decides whether the bytes that now lie in the lane are those that the record speaks of. Driven piece by piece
+by the compute thread, so that decode steps of other lanes fit between. A piece is copied out of shared memory
+into private memory, digested there, and written to the lane from there: what was verified cannot change
+afterwards. Every chunk's digest is compared, and after the last byte the slot's epoch: the digest finds
+corruption, the epoch tells that the slot was given to somebody else meanwhile.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import xxhash
+
+from common.clock import now_us
+from common.engines.interface import DecodeEngine
+from common.errors import ErrorCode
+from common.kv_layout import KvLayout, chunk_bounds
+from common.messages import PrefillDone
+from transport.slab import SlabView
+
+_PIECE_BYTES = 512 * 1024
+_NUMPY_TYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "uint8": "u1"}
+
+
+class KvImport:
+    """One copy from (slot, epoch) into a lane. `code` is None while nothing is wrong."""
+
+    def __init__(
+        self, view: SlabView, slot_layout: KvLayout, record: PrefillDone, engine: DecodeEngine, lane: int
+    ) -> None:
+        self._view = view
+        self._layout = slot_layout
+        self._record = record
+        self._engine = engine
+        self._lane = lane
+        self.code: ErrorCode | None = None
+        self.detail = ""
+        self.copy_us = 0
+        self.digest_us = 0
+
+    def pieces(self) -> Iterator[None]:
+        """Copy one piece per `next`; ends when the copy has ended, well or not."""
+        record, layout = self._record, self._layout
+        dtype = np.dtype(_NUMPY_TYPES[layout.dtype])
+        slot = np.frombuffer(self._view.slot(record.slot), dtype=dtype).reshape(layout.shape)
+        bounds = chunk_bounds(0, record.token_count, record.chunk_tokens)
+        for (start, end), digest in zip(bounds, record.chunk_digests, strict=True):
+            hasher = xxhash.xxh3_128()
+            for first, last in self._layer_groups(end - start):
+                self._copy(slot[first:last, :, start:end], first, start, hasher)
+                yield
+            if hasher.digest() != digest:
+                return self._refuse(
+                    ErrorCode.KV_CORRUPT, f"tokens {start} to {end} do not match their digest"
+                )
+        epoch = self._view.epoch(record.slot)
+        if epoch != record.epoch:
+            return self._refuse(
+                ErrorCode.KV_STALE, f"slot {record.slot} is at epoch {epoch}, not {record.epoch}"
+            )
+        self._engine.set_length(self._lane, record.token_count)
+
+    def _layer_groups(self, token_count: int) -> Iterator[tuple[int, int]]:
+        """Whole layers, as many as fit a piece."""
+        layer_bytes = 2 * token_count * self._layout.row_bytes
+        step = max(1, _PIECE_BYTES // layer_bytes)
+        for first in range(0, self._layout.layers, step):
+            yield first, min(first + step, self._layout.layers)
+
+    def _copy(self, source: np.ndarray, layer: int, start: int, hasher: xxhash.xxh3_128) -> None:
+        started_us = now_us()
+        piece = source.copy()
+        copied_us = now_us()
+        hasher.update(piece)
+        digested_us = now_us()
+        self._engine.write_kv(self._lane, layer, start, piece)
+        self.copy_us += copied_us - started_us + now_us() - digested_us
+        self.digest_us += digested_us - copied_us
+
+    def _refuse(self, code: ErrorCode, detail: str) -> None:
+        self.code, self.detail = code, detail
+        self._engine.set_length(self._lane, 0)

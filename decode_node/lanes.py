@@ -1,0 +1,62 @@
+"""The lanes of the decode engine, as the core sees them.
+
+Decides which lane is free and who has the others; changed by the core alone. A lane is free until its import
+starts, and again only when compute has said that it let go: until then its memory may be read or written.
+"""
+
+from dataclasses import dataclass
+
+from common.errors import check
+from common.lifecycle import LANE_TRANSITIONS, LaneEvent, LaneState, advance
+from decode_node.slots import Reservation
+
+
+@dataclass(slots=True)
+class Lane:
+    """One lane. job_id is None while FREE and STOPPING; reservation is the slot an import reads from."""
+
+    index: int
+    state: LaneState = LaneState.FREE
+    job_id: str | None = None
+    reservation: Reservation | None = None
+
+
+class Lanes:
+    """All lanes of one engine."""
+
+    def __init__(self, count: int) -> None:
+        self._lanes = [Lane(index) for index in range(count)]
+
+    def free(self) -> Lane | None:
+        """A lane that can be given to a job now, if any."""
+        return next((lane for lane in self._lanes if lane.state is LaneState.FREE), None)
+
+    def __getitem__(self, index: int) -> Lane:
+        return self._lanes[index]
+
+    def __iter__(self):
+        return iter(self._lanes)
+
+    def advance(self, lane: Lane, event: LaneEvent, job_id: str | None = None) -> None:
+        """Follow the table; `job_id` is the new occupant for the events that start something."""
+        lane.state = advance(LANE_TRANSITIONS, lane.state, event)
+        if lane.state in (LaneState.FREE, LaneState.STOPPING):
+            lane.job_id = None
+        elif job_id is not None:
+            lane.job_id = job_id
+
+    @property
+    def count(self) -> int:
+        return len(self._lanes)
+
+    @property
+    def free_count(self) -> int:
+        return sum(lane.state is LaneState.FREE for lane in self._lanes)
+
+    def check(self) -> None:
+        """INV-2 for the lanes alone."""
+        owners = [lane.job_id for lane in self._lanes if lane.job_id is not None]
+        check(len(owners) == len(set(owners)), "INV-2: a job has two lanes")
+        for lane in self._lanes:
+            occupied = lane.state not in (LaneState.FREE, LaneState.STOPPING)
+            check((lane.job_id is not None) == occupied, "INV-2: a lane's owner and state disagree")

@@ -1,0 +1,26 @@
+"""What the decode core is told of its process, once.
+
+Decides nothing; made by the wiring from the configuration and the loaded engine, read by the core and the job
+desk. It must never change while the node runs.
+"""
+
+from dataclasses import dataclass
+
+from common.messages import NodeProfile
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSettings:
+    """`token_bytes`: KV bytes of one token. Durations and limits: the flags of the same names."""
+
+    incarnation: str
+    profile: NodeProfile
+    token_bytes: int
+    lease_ms: int
+    dead_after_ms: int
+    stall_ms: int
+    drain_ms: int
+    max_queue: int
+    prefill_timeout_ms: int
+    prefill_wait_ms: int
+    job_timeout_ms: int

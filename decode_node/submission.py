@@ -1,0 +1,193 @@
+"""Judges what a client submits, before the job is accepted.
+
+Decides whether a SUBMIT body can become a job, and if not, what the client is told: a code, what was wrong
+and what would be right. Called by the decode node's text thread; pure, so a refusal has no side effect. It
+must never cut, repair or ignore anything: what is not understood is refused, and the prompt's text is never
+quoted, because refusals are logged. A refusal is an expected thing, so it is a value, not an exception.
+
+Text is always tokenised before it is judged too long: how many characters one token may stand for is not
+part of the `Tokenizer` interface, so no length of text proves that it cannot fit. The length of a message
+(transport's limit) bounds the work.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from common.digests import prompt_digest
+from common.engines.interface import Tokenizer
+from common.errors import ErrorCode
+from common.sampling import SamplingParams
+
+ROLES = ("system", "user", "assistant")
+QUOTED_CHARACTERS = 60
+ERROR_CHARACTERS = 500
+
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+_FIELDS = {
+    name: TypeAdapter(hint, config=_STRICT)
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
+}
+_TUPLE_FIELDS = ("stop", "stop_token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A job that may be accepted. prompt_digest: of `prompt_ids`, 32 hex digits."""
+
+    prompt_ids: tuple[int, ...]
+    prompt_digest: str
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why not. `detail` says what was wrong and what would be right; it holds no prompt text."""
+
+    code: ErrorCode
+    detail: str
+
+
+def prepare(
+    prompt: str | None,
+    messages: Sequence[dict[str, str]] | None,
+    prompt_ids: Sequence[int] | None,
+    sampling: dict[str, Any],
+    tokenizer: Tokenizer,
+    token_limit: int,
+) -> Prepared | Refusal:
+    """Turn a SUBMIT body into a job, or say why it cannot be one.
+
+    Exactly one of `prompt` (text), `messages` (chat) and `prompt_ids` (taken as they are) is not None.
+    `sampling` holds fields of `SamplingParams` by name; those left out have their defaults. `token_limit` is
+    the most tokens a job may have, prompt and answer together. Never raises for anything a client can send.
+    """
+    sources = {"prompt": prompt, "messages": messages, "prompt_ids": prompt_ids}
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none of them"
+        return _invalid(f"give exactly one of prompt, messages and prompt_ids, not {found}")
+    params = _sampling_params(sampling, tokenizer.vocab_size)
+    if isinstance(params, Refusal):
+        return params
+    token_ids = prompt_ids
+    if prompt is not None:
+        token_ids = _wrong_text(prompt, "prompt") or tokenizer.encode(prompt)
+    elif messages is not None:
+        token_ids = _encode_messages(messages, tokenizer)
+    if isinstance(token_ids, Refusal):
+        return token_ids
+    refusal = _wrong_ids(token_ids, params.max_tokens, tokenizer.vocab_size, token_limit)
+    return refusal or Prepared(tuple(token_ids), prompt_digest(token_ids), params)
+
+
+def _invalid(detail: str) -> Refusal:
+    return Refusal(ErrorCode.INVALID_REQUEST, detail)
+
+
+def _invalid_sampling(detail: str) -> Refusal:
+    return Refusal(ErrorCode.INVALID_SAMPLING, detail)
+
+
+def _sampling_params(sampling: object, vocab_size: int) -> SamplingParams | Refusal:
+    if not isinstance(sampling, dict):
+        return _invalid_sampling(f"sampling must be a map of fields, not {_kind(sampling)}")
+    values = {}
+    for name, value in sampling.items():
+        if not isinstance(name, str) or name not in _FIELDS:
+            return _invalid_sampling(f"unknown field {_quoted(name)}; known are {', '.join(_FIELDS)}")
+        try:
+            values[name] = _FIELDS[name].validate_python(_as_tuple(name, value))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            where = "".join(f"[{part}]" for part in first["loc"])
+            return _invalid_sampling(f"{name}{where}: {first['msg']}, not {_quoted(value)}")
+    for token_id in values.get("stop_token_ids", ()):
+        if token_id >= vocab_size:
+            return _invalid_sampling(f"stop_token_ids: {_not_a_token(token_id, vocab_size)}")
+    return SamplingParams(**values)
+
+
+def _as_tuple(name: str, value: object) -> object:
+    """Messages know lists only, and OpenAI's API lets one stop string stand alone."""
+    if name == "stop" and isinstance(value, str):
+        return (value,)
+    if name in _TUPLE_FIELDS and isinstance(value, list):
+        return tuple(value)
+    return value
+
+
+def _encode_messages(messages: object, tokenizer: Tokenizer) -> list[int] | Refusal:
+    if not isinstance(messages, list | tuple) or not messages:
+        return _invalid("messages must be a list of at least one map of role and content")
+    for position, message in enumerate(messages):
+        refusal = _wrong_message(message, f"messages[{position}]")
+        if refusal:
+            return refusal
+    try:
+        return tokenizer.encode_chat(list(messages))
+    except ValueError as error:
+        return _invalid(f"messages do not fit the model's chat template: {str(error)[:ERROR_CHARACTERS]}")
+
+
+def _wrong_message(message: object, name: str) -> Refusal | None:
+    if not isinstance(message, dict) or set(message) != {"role", "content"}:
+        return _invalid(f"{name} must be a map of role and content and nothing else")
+    # A free role would let a client write the template's own control text.
+    if message["role"] not in ROLES:
+        return _invalid(f"{name}: role must be one of {', '.join(ROLES)}, not {_quoted(message['role'])}")
+    return _wrong_text(message["content"], f"{name}: content")
+
+
+def _wrong_text(text: object, name: str) -> Refusal | None:
+    if not isinstance(text, str):
+        return _invalid(f"{name} must be text, not {_kind(text)}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return _invalid(f"{name} must be valid Unicode, but character {error.start} is a lone surrogate")
+    return None
+
+
+def _wrong_ids(token_ids: object, max_tokens: int, vocab_size: int, token_limit: int) -> Refusal | None:
+    if not isinstance(token_ids, list | tuple):
+        return _invalid(f"prompt_ids must be a list of token ids, not {_kind(token_ids)}")
+    if not token_ids:
+        return Refusal(ErrorCode.EMPTY_PROMPT, "the prompt has no tokens, it needs at least one")
+    # The length comes first: it bounds the work of looking at every id.
+    total = len(token_ids) + max_tokens
+    if total > token_limit:
+        return Refusal(
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"the prompt has {len(token_ids)} tokens and max_tokens is {max_tokens}, "
+            f"together {total}; the limit is {token_limit}",
+        )
+    for position, token_id in enumerate(token_ids):
+        if type(token_id) is not int:
+            return _invalid(f"prompt_ids[{position}] must be a whole number, not {_kind(token_id)}")
+        if not 0 <= token_id < vocab_size:
+            return Refusal(
+                ErrorCode.TOKEN_OUT_OF_RANGE, f"prompt_ids[{position}]: {_not_a_token(token_id, vocab_size)}"
+            )
+    return None
+
+
+def _not_a_token(token_id: int, vocab_size: int) -> str:
+    return f"{_quoted(token_id)} is not a token id of this model, they are 0 to {vocab_size - 1}"
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _quoted(value: object) -> str:
+    """The value as a client would know it, cut to a bounded length and to printable ASCII."""
+    if isinstance(value, list | tuple | dict | bytes):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, str):
+        value = value[:QUOTED_CHARACTERS]
+    elif isinstance(value, int) and value.bit_length() > 64:
+        return f"a whole number of {value.bit_length()} bits"
+    return ascii(value)[: 2 * QUOTED_CHARACTERS]

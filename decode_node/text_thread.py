@@ -1,0 +1,125 @@
+"""The decode node's text thread: text to tokens and back.
+
+Decides nothing; runs `prepare` on what clients send and a `TextStream` for every live job, so that neither
+the sockets nor compute wait for a tokenizer. Commands come through a bounded queue, answers go to the loop's
+mailbox in the order of the commands. It must never touch a socket or the engine.
+"""
+
+import queue
+import threading
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common.engines.interface import Tokenizer
+from common.engines.registry import EngineSettings, load_tokenizer
+from common.errors import ConfigError, ErrorCode
+from common.hooks import HoldPoints
+from decode_node import events as ev
+from decode_node.sampler import ending_token_ids
+from decode_node.submission import Refusal, prepare
+from decode_node.text import TextStream
+from transport.loop import Mailbox
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerLoaded:
+    """The text thread is ready."""
+
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFailed:
+    """The tokenizer could not be loaded."""
+
+    detail: str
+
+
+class TextThread:
+    """The one thread that may use the tokenizer."""
+
+    def __init__(
+        self, settings: EngineSettings, mailbox: Mailbox, hooks: HoldPoints, command_limit: int
+    ) -> None:
+        self._settings = settings
+        self._mailbox = mailbox
+        self._hooks = hooks
+        self._commands: queue.Queue[Any] = queue.Queue(command_limit)
+        self._streams: dict[str, TextStream] = {}
+        self._tokenizer: Tokenizer | None = None
+        self._thread = threading.Thread(target=self._run, name="text", daemon=True)
+        self._handlers = {
+            ev.PrepareSubmission: self._prepare,
+            ev.PushTokens: self._push,
+            ev.ForgetJob: self._forget_job,
+        }
+
+    def start(self) -> None:
+        """Begin loading; the mailbox gets TokenizerLoaded or TokenizerFailed."""
+        self._thread.start()
+
+    def put(self, command: Any) -> None:
+        """Have a command carried out."""
+        self._commands.put_nowait(command)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._commands.put_nowait(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._tokenizer = load_tokenizer(self._settings)
+        except ConfigError as error:
+            self._mailbox.put(TokenizerFailed(str(error)))
+            return
+        except Exception:
+            self._mailbox.put(TokenizerFailed(traceback.format_exc()))
+            return
+        self._mailbox.put(TokenizerLoaded(self._tokenizer.eos_token_ids))
+        while (command := self._commands.get()) is not None:
+            self._handlers[type(command)](command)
+
+    def _prepare(self, command: ev.PrepareSubmission) -> None:
+        self._hooks.at("text.prepare")
+        try:
+            self._mailbox.put(self._prepared(command))
+        except Exception:
+            # The tokenizer is foreign code fed with foreign text: its failure is this job's alone.
+            detail = "the tokenizer failed on this prompt: " + traceback.format_exc(limit=-1)
+            self._mailbox.put(ev.SubmissionRefused(command.job_id, ErrorCode.INVALID_REQUEST, detail))
+
+    def _prepared(self, command: ev.PrepareSubmission) -> Any:
+        submit = command.submit
+        result = prepare(
+            submit.prompt,
+            submit.messages,
+            submit.prompt_ids,
+            submit.sampling,
+            self._tokenizer,
+            command.token_limit,
+        )
+        if isinstance(result, Refusal):
+            return ev.SubmissionRefused(command.job_id, result.code, result.detail)
+        silent = ending_token_ids(result.sampling, self._tokenizer.eos_token_ids)
+        self._streams[command.job_id] = TextStream(self._tokenizer, result.sampling.stop, silent)
+        prompt = np.asarray(result.prompt_ids, dtype="<i4").tobytes()
+        return ev.SubmissionPrepared(command.job_id, prompt, result.prompt_digest, result.sampling)
+
+    def _push(self, command: ev.PushTokens) -> None:
+        stream = self._streams.get(command.job_id)
+        if stream is None:
+            return  # the job has ended meanwhile
+        delta = stream.push((command.token_id,))
+        text = delta.text
+        if command.final and not delta.stopped:
+            text += stream.finish().text
+        self._mailbox.put(
+            ev.TextProduced(command.job_id, (command.token_id,), text, delta.stopped, command.final)
+        )
+
+    def _forget_job(self, command: ev.ForgetJob) -> None:
+        self._streams.pop(command.job_id, None)

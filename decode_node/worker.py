@@ -1,0 +1,241 @@
+"""The prefill node, as the decode core sees it: the session, its ledger, the completions it owes.
+
+Decides whether the prefill node is usable, which reservation a completion belongs to, when an orphan or a
+stalled peer ends the session, and what is sent when a slot changes hands. Called by the core alone. It must
+never know jobs beyond their ids, and never look a completion up by job: one job may have an orphan and a live
+production at the same time.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from common import limits
+from common.errors import ErrorCode, check
+from common.lifecycle import SlotEvent, SlotState
+from common.messages import (
+    Cancel,
+    Draining,
+    Grant,
+    HelloOk,
+    Pong,
+    Prefill,
+    PrefillDone,
+    PrefillFailed,
+    Release,
+)
+from decode_node.events import CloseWorker, SendToWorker, UnmapSlab
+from decode_node.slots import GrantedSlot, Reservation, SlotLedger
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A completion that resolves the future of a live job's reservation."""
+
+    reservation: Reservation
+    job_id: str
+    message: PrefillDone | PrefillFailed
+
+
+class Worker:
+    """One prefill node; sessions come and go."""
+
+    def __init__(self, dead_after_ms: int) -> None:
+        self._dead_after_ms = dead_after_ms
+        self._hello: HelloOk | None = None
+        self._draining = False
+        self._said_goodbye = False
+        self._peer_progress = 0
+        self._progress_ms = 0
+        self.lost_ms = 0
+        self.ledger = SlotLedger()
+        self.counters = {"orphans": 0, "late_completions": 0, "prefills_sent": 0, "sessions": 0}
+
+    @property
+    def session(self) -> str | None:
+        return None if self._hello is None else self._hello.session
+
+    @property
+    def max_tokens(self) -> int | None:
+        """What a slot of the open session holds."""
+        return None if self._hello is None else self._hello.profile.max_tokens
+
+    @property
+    def usable(self) -> bool:
+        """Open, not draining, at least one slot granted."""
+        return self._hello is not None and not self._draining and self.ledger.granted_count > 0
+
+    @property
+    def orphans(self) -> list[GrantedSlot]:
+        return [slot for slot in self.ledger.slots() if slot.state is SlotState.ORPHANED]
+
+    def opened(self, hello: HelloOk, now_ms: int) -> None:
+        """A session has begun."""
+        self.ledger.open(hello.session, hello.incarnation, hello.grants)
+        self._hello = hello
+        self._draining = False
+        self._said_goodbye = False
+        self._progress_ms = now_ms
+        self._peer_progress = 0
+        self.counters["sessions"] += 1
+
+    def lost(self, session: str, now_ms: int) -> tuple[list[str], list[Any]]:
+        """The session has ended: ids of jobs whose future resolves PEER_LOST, and effects."""
+        check(session == self.session, "a session that was not open has ended")
+        self._hello = None
+        self.lost_ms = now_ms
+        lost_jobs = self.ledger.close()
+        return lost_jobs, self._unmap_if_unused(session)
+
+    def send_prefill(
+        self, slot: GrantedSlot, job_id: str, prompt: bytes, prompt_digest: str, budget_ms: int, now_ms: int
+    ) -> tuple[Reservation, list[Any]]:
+        """Reserve a slot and send the PREFILL that fills it."""
+        if not self._owes():
+            self._progress_ms = now_ms
+        reservation = self.ledger.reserve(slot, job_id, now_ms)
+        self.counters["prefills_sent"] += 1
+        request = Prefill(
+            job_id, slot.index, reservation.epoch, prompt, prompt_digest, send_from=0, budget_ms=budget_ms
+        )
+        return reservation, [SendToWorker(reservation.session, request)]
+
+    def receive(self, session: str, message: Any, now_ms: int) -> tuple[Completion | None, list[Any]]:
+        """A message of the session: the completion for a live job, if it is one, and effects."""
+        if session != self.session:
+            return None, []
+        if isinstance(message, (PrefillDone, PrefillFailed)):
+            return self._complete(message, now_ms)
+        if isinstance(message, Pong):
+            if message.progress != self._peer_progress:
+                self._peer_progress = message.progress
+                self._progress_ms = now_ms
+            return None, []
+        if isinstance(message, Grant) and self.ledger.grant(message.grants):
+            return None, []
+        if isinstance(message, Draining):
+            self._draining = True
+            return None, self._goodbye_if_drained()
+        return None, [self._protocol_error(f"{type(message).__name__} is not expected here")]
+
+    def detach(self, reservation: Reservation, cause: str, now_ms: int) -> list[Any]:
+        """The job lets go of its reservation, wherever the slot stands. IMPORTING waits for the copy."""
+        slot = self.ledger.find(reservation)
+        if slot is None or slot.state is SlotState.IMPORTING:
+            return []
+        self.ledger.advance(slot, SlotEvent.JOB_DETACHED, now_ms)
+        if slot.state is SlotState.FREE:
+            return self._freed(reservation)
+        slot.cause = cause
+        self.counters["orphans"] += 1
+        return [SendToWorker(reservation.session, Cancel(reservation.slot, reservation.epoch))]
+
+    def import_started(self, reservation: Reservation, now_ms: int) -> None:
+        """The copy of a READY slot begins."""
+        self._held(reservation, SlotEvent.IMPORT_STARTED, now_ms)
+
+    def copy_ended(self, reservation: Reservation, now_ms: int) -> list[Any]:
+        """The copy has ended, good or bad: the slot is nobody's."""
+        self._held(reservation, SlotEvent.COPY_ENDED, now_ms)
+        return self._freed(reservation)
+
+    def expire(self, now_ms: int) -> list[Any]:
+        """End the session when an orphan is overdue or the peer makes no progress with its work."""
+        deadline_ms = self.deadline_ms()
+        if deadline_ms is None or now_ms < deadline_ms:
+            return []
+        return [CloseWorker(self.session, self._overdue(now_ms))]
+
+    def deadline_ms(self) -> int | None:
+        """When `expire` may have something to do."""
+        if self._hello is None or not self._owes():
+            return None
+        bounds = [slot.since_ms + self._orphan_bound_ms() for slot in self.orphans]
+        return min(bounds + [self._progress_ms + self._stall_bound_ms()])
+
+    def status(self, now_ms: int) -> dict[str, Any]:
+        """Plain values for STATUS."""
+        return {
+            "session": self.session,
+            "usable": self.usable,
+            "draining": self._draining,
+            "slots": [_describe(slot, now_ms) for slot in self.ledger.slots()],
+            "survivors": [_describe(slot, now_ms) for slot in self.ledger.survivors()],
+            "orphans": len(self.orphans),
+            "progress_age_ms": now_ms - self._progress_ms,
+            "counters": dict(self.counters),
+        }
+
+    def _complete(
+        self, message: PrefillDone | PrefillFailed, now_ms: int
+    ) -> tuple[Completion | None, list[Any]]:
+        self._progress_ms = now_ms
+        reservation = Reservation(self.session, message.slot, message.epoch)
+        slot = self.ledger.find(reservation)
+        if slot is None or slot.state not in (SlotState.PRODUCING, SlotState.ORPHANED):
+            place = f"slot {message.slot}, epoch {message.epoch}"
+            return None, [self._protocol_error(f"a completion for {place} that owes none")]
+        if slot.job_id != message.job_id:
+            return None, [self._protocol_error("a completion that names another job")]
+        done = isinstance(message, PrefillDone)
+        orphaned = slot.state is SlotState.ORPHANED
+        job_id = slot.job_id
+        self.ledger.advance(slot, SlotEvent.COMPLETED if done else SlotEvent.PRODUCER_FAILED, now_ms)
+        if orphaned:
+            self.counters["late_completions"] += 1
+            release = self._freed(reservation) if done else []
+            return None, release + self._goodbye_if_drained()
+        return Completion(reservation, job_id, message), self._goodbye_if_drained()
+
+    def _held(self, reservation: Reservation, event: SlotEvent, now_ms: int) -> None:
+        slot = self.ledger.find(reservation)
+        check(slot is not None, "a job uses a slot that it does not hold")
+        self.ledger.advance(slot, event, now_ms)
+
+    def _freed(self, reservation: Reservation) -> list[Any]:
+        """A slot with a record was let go: tell the producer, or drop the mapping of an ended session."""
+        if reservation.session == self.session:
+            return [SendToWorker(reservation.session, Release(reservation.slot, reservation.epoch))]
+        return self._unmap_if_unused(reservation.session)
+
+    def _unmap_if_unused(self, session: str) -> list[Any]:
+        used = any(slot.session == session for slot in self.ledger.survivors())
+        return [] if used or session == self.session else [UnmapSlab(session)]
+
+    def _owes(self) -> bool:
+        owing = (SlotState.PRODUCING, SlotState.ORPHANED)
+        return any(slot.state in owing for slot in self.ledger.slots())
+
+    def _goodbye_if_drained(self) -> list[Any]:
+        """A draining prefill node waits for our BYE; it comes once nothing is owed."""
+        if not self._draining or self._said_goodbye or self._owes():
+            return []
+        self._said_goodbye = True
+        return [CloseWorker(self.session, "the prefill node drains and owes nothing")]
+
+    def _orphan_bound_ms(self) -> int:
+        return self._hello.stall_ms + self._dead_after_ms + limits.ORPHAN_GRACE_MS
+
+    def _stall_bound_ms(self) -> int:
+        # The hung node itself exits at stall_ms; its own word comes first.
+        return self._hello.stall_ms + limits.ORPHAN_GRACE_MS
+
+    def _overdue(self, now_ms: int) -> str:
+        bound_ms = self._orphan_bound_ms()
+        for slot in self.orphans:
+            if now_ms - slot.since_ms >= bound_ms:
+                return f"slot {slot.index}: no completion {now_ms - slot.since_ms} ms after its CANCEL"
+        return f"no progress for {now_ms - self._progress_ms} ms although work is there"
+
+    def _protocol_error(self, detail: str) -> CloseWorker:
+        return CloseWorker(self.session, f"{ErrorCode.PROTOCOL_ERROR}: {detail}")
+
+
+def _describe(slot: GrantedSlot, now_ms: int) -> dict[str, Any]:
+    return {
+        "slot": slot.index,
+        "epoch": slot.last_epoch,
+        "state": str(slot.state),
+        "job": slot.job_id,
+        "age_ms": now_ms - slot.since_ms,
+        "cause": slot.cause,
+    }

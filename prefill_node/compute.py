@@ -1,0 +1,133 @@
+"""The prefill node's compute thread.
+
+Decides nothing: it loads the engine, then computes one chunk at a time into the slab and says so. Commands
+come through a bounded queue, answers go to the loop's mailbox; every command is answered exactly once. It
+must never touch a socket, and must give a slot its epoch before it writes the first byte of a production.
+"""
+
+import queue
+import threading
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from common.clock import now_us
+from common.digests import bytes_digest
+from common.engines.interface import Capabilities, PrefillEngine
+from common.engines.registry import EngineSettings, load_prefill_engine
+from common.errors import ConfigError
+from common.hooks import HoldPoints
+from common.kv_layout import KvLayout
+from prefill_node.events import ChunkComputed, ComputeFailed, RunChunk
+from transport.loop import Mailbox
+from transport.slab import Slab
+
+_COMMANDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoaded:
+    """The engine is ready for `attach`."""
+
+    capabilities: Capabilities
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """The engine could not be loaded; `operator` when it is the operator's to mend."""
+
+    detail: str
+    operator: bool
+
+
+class PrefillCompute:
+    """The one thread that may use the engine."""
+
+    def __init__(self, settings: EngineSettings, mailbox: Mailbox, hooks: HoldPoints) -> None:
+        self._settings = settings
+        self._mailbox = mailbox
+        self._hooks = hooks
+        self._commands: queue.Queue[RunChunk | None] = queue.Queue(_COMMANDS)
+        self._slab: Slab | None = None
+        self._layout: KvLayout | None = None
+        self._attached = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+
+    def start(self) -> None:
+        """Begin loading; the mailbox gets EngineLoaded or EngineFailed."""
+        self._thread.start()
+
+    def attach(self, slab: Slab, layout: KvLayout) -> None:
+        """Give the engine its slab; chunks may follow."""
+        self._slab = slab
+        self._layout = layout
+        self._attached.set()
+
+    def put(self, command: RunChunk) -> None:
+        """Have one chunk computed; the mailbox gets ChunkComputed or ComputeFailed."""
+        self._commands.put_nowait(command)
+
+    def stop(self) -> None:
+        """End the thread once its current chunk is done."""
+        self._attached.set()
+        self._commands.put_nowait(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            engine = load_prefill_engine(self._settings)
+        except ConfigError as error:
+            self._mailbox.put(EngineFailed(str(error), operator=True))
+            return
+        except Exception:
+            self._mailbox.put(EngineFailed(traceback.format_exc(), operator=False))
+            return
+        self._mailbox.put(EngineLoaded(engine.capabilities))
+        self._attached.wait()
+        if self._slab is not None:
+            engine.attach([self._slab.slot(index) for index in range(self._slab.slot_count)])
+        while (command := self._commands.get()) is not None:
+            self._mailbox.put(self._answer(engine, command))
+        engine.attach([])
+
+    def _answer(self, engine: PrefillEngine, command: RunChunk) -> Any:
+        try:
+            return self._compute(engine, command)
+        except Exception:
+            return ComputeFailed(command.slot, command.epoch, traceback.format_exc())
+
+    def _compute(self, engine: PrefillEngine, command: RunChunk) -> ChunkComputed:
+        if command.start == 0:
+            self._slab.begin(command.slot, command.epoch)
+        self._hooks.at("prefill.chunk")
+        prompt = np.frombuffer(command.prompt, dtype="<i4").astype(np.int64)
+        started_us = now_us()
+        logits = engine.prefill_chunk(command.slot, prompt, command.start, command.end)
+        busy_us = now_us() - started_us
+        digest = self._digest(command)
+        row = None if logits is None else np.ascontiguousarray(logits, dtype="<f4").tobytes()
+        if self._hooks.at("prefill.computed") == "corrupt":
+            self._slab.slot(command.slot)[0] ^= 0xFF
+        self._hooks.at("prefill.answer")
+        return ChunkComputed(
+            command.slot,
+            command.epoch,
+            command.end,
+            digest,
+            busy_us,
+            row,
+            None if row is None else bytes_digest(row),
+        )
+
+    def _digest(self, command: RunChunk) -> bytes:
+        """Digest of the chunk's bytes in wire order: per layer, K then V, its tokens."""
+        layout = self._layout
+        slot = np.frombuffer(self._slab.slot(command.slot), dtype=np.uint8)
+        runs = slot.reshape(2 * layout.layers, layout.max_tokens * layout.row_bytes)
+        hasher = xxhash.xxh3_128()
+        for run in runs:
+            hasher.update(run[command.start * layout.row_bytes : command.end * layout.row_bytes])
+        return hasher.digest()

@@ -1,0 +1,119 @@
+"""What the prefill core is told and what it asks for.
+
+Decides nothing: frozen values between the core, the session layer and the compute thread. Events are in the
+past tense, effects are verbs. Bytes of KV never appear here, only (slot, epoch).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from common.messages import Hello, HelloOk, HelloRefused, Role
+
+
+@dataclass(frozen=True, slots=True)
+class HelloReceived:
+    """A peer wants a session."""
+
+    route: bytes
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLost:
+    """A session has ended, for whatever cause."""
+
+    session: str
+    role: Role
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReceived:
+    """A message of a live session."""
+
+    session: str
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ClientMistake:
+    """A client's session sent something that is not a valid message."""
+
+    session: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkComputed:
+    """Compute has finished one chunk of (slot, epoch). The last one carries logits and their digest."""
+
+    slot: int
+    epoch: int
+    end: int
+    digest: bytes
+    busy_us: int
+    logits: bytes | None = None
+    logits_digest: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeFailed:
+    """Compute raised in a chunk of (slot, epoch); it no longer touches the slot."""
+
+    slot: int
+    epoch: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """The operator wants the node to drain and exit."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """A deadline of the core may have come."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHello:
+    """Accept or refuse the peer of this route."""
+
+    route: bytes
+    message: HelloOk | HelloRefused
+
+
+@dataclass(frozen=True, slots=True)
+class SendMessage:
+    """Send a message in a session."""
+
+    session: str
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    """End a session, with a reason for the peer."""
+
+    session: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunChunk:
+    """Compute positions `[start, end)` of a prompt into (slot, epoch); answered by exactly one event."""
+
+    job_id: str
+    slot: int
+    epoch: int
+    prompt: bytes
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExitNode:
+    """Leave with this status; nothing is left to do."""
+
+    status: int
+    reason: str
