@@ -55,9 +55,7 @@ class Capabilities:
     def layout(self) -> KvLayout:
         """Geometry of a slot or lane in wire layout."""
         identity = self.identity
-        return KvLayout(
-            identity.layers, identity.kv_heads, identity.head_dim, self.dtype, self.max_tokens
-        )
+        return KvLayout(identity.layers, identity.kv_heads, identity.head_dim, self.dtype, self.max_tokens)
 
 
 class Tokenizer(Protocol):
@@ -117,7 +115,5 @@ class DecodeEngine(Protocol):
     def step(self, lanes: list[int], token_ids: list[int]) -> np.ndarray:
         """Feed one token to each lane, append its KV; logits of the next (float32, `[lane, vocab_size]`)."""
 
-    def prefill_chunk(
-        self, lane: int, token_ids: np.ndarray, start: int, end: int
-    ) -> np.ndarray | None:
+    def prefill_chunk(self, lane: int, token_ids: np.ndarray, start: int, end: int) -> np.ndarray | None:
         """Local prefill: as `PrefillEngine.prefill_chunk`, into a lane; the length becomes `end`."""

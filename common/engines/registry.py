@@ -58,6 +58,9 @@ def load_prefill_engine(settings: EngineSettings) -> PrefillEngine:
         from common.engines.emulated import EmulatedPrefillEngine
 
         return EmulatedPrefillEngine(settings)
+    from common.engines.model_files import resolve_model
+
+    resolve_model(settings.model)  # a wrong path shows before the seconds that importing torch takes
     from common.engines.torch_engine import TorchPrefillEngine
 
     return TorchPrefillEngine(settings)
@@ -69,6 +72,9 @@ def load_decode_engine(settings: EngineSettings) -> DecodeEngine:
         from common.engines.emulated import EmulatedDecodeEngine
 
         return EmulatedDecodeEngine(settings)
+    from common.engines.model_files import resolve_model
+
+    resolve_model(settings.model)  # a wrong path shows before the seconds that importing torch takes
     from common.engines.torch_engine import TorchDecodeEngine
 
     return TorchDecodeEngine(settings)
