@@ -5,8 +5,9 @@ field `slots`. Called first thing by both daemons. It must never hold a default 
 import anything that makes `--help` wait.
 
 Environment: a variable `TANDEM_<FLAG>` is read when its flag is not given. A variable of the other daemon is
-ignored, so that both can share an environment. Any other `TANDEM_` name, and a variable that is set but
-empty, is an error: a misspelt or forgotten value must not pass for a default.
+ignored, so that both can share an environment, and so is `TANDEM_CACHE`, which says where models lie. Any
+other `TANDEM_` name, and a variable that is set but empty, is an error: a misspelt or forgotten value must
+not pass for a default.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from common.config import DecodeConfig, Flag, NodeConfig, PrefillConfig, flag_of
 from common.errors import ConfigError, ExitStatus
 
 ENVIRONMENT_PREFIX = "TANDEM_"
+NOT_OPTIONS = frozenset({"TANDEM_CACHE"})
 
 Config = TypeVar("Config", bound=NodeConfig)
 
@@ -96,7 +98,8 @@ def _environment_values(config_class: type[NodeConfig], environment: Mapping[str
     fields = PrefillConfig.model_fields | DecodeConfig.model_fields
     known = {variable_of(name): name for name in fields}
     values = {}
-    for variable in sorted(name for name in environment if name.startswith(ENVIRONMENT_PREFIX)):
+    ours = {name for name in environment if name.startswith(ENVIRONMENT_PREFIX)}
+    for variable in sorted(ours - NOT_OPTIONS):
         if variable not in known:
             nearest = difflib.get_close_matches(variable, known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else "see --help for the names"

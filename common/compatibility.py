@@ -5,8 +5,9 @@ decode node on HELLO_OK. It must never guess: a field that differs is named, and
 silently.
 """
 
+from common import limits
 from common.engines.interface import Capabilities
-from common.messages import NodeProfile
+from common.messages import HelloRefused, NodeProfile
 
 MUST_BE_EQUAL = (
     "model_id",
@@ -47,3 +48,14 @@ def differing_fields(ours: NodeProfile, theirs: NodeProfile) -> tuple[str, ...]:
 def describe_difference(ours: NodeProfile, theirs: NodeProfile, fields: tuple[str, ...]) -> str:
     """One readable clause per differing field."""
     return "; ".join(f"{name}: {getattr(ours, name)} here, {getattr(theirs, name)} there" for name in fields)
+
+
+def mismatch_refusal(ours: NodeProfile, theirs: NodeProfile | None) -> HelloRefused | None:
+    """The prefill node's answer to a decode node that it cannot work with; None when it can."""
+    if theirs is None:
+        return HelloRefused(False, "a decode node must declare its profile", ("profile",))
+    fields = differing_fields(ours, theirs)
+    if not fields:
+        return None
+    detail = "prefill node and decode node differ in " + describe_difference(ours, theirs, fields)
+    return HelloRefused(False, detail[: limits.DETAIL_CHARACTERS], fields)

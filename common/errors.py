@@ -50,7 +50,6 @@ class ExitStatus(IntEnum):
     INVARIANT = 4
     HUNG = 5
     ABORTED = 6
-    ENGINE = 7
 
 
 class ErrorCode(StrEnum):

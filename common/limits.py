@@ -6,9 +6,8 @@ at run time: whoever needs another value needs a flag. The answer at each limit 
 
 from typing import Final
 
-CONTROL_MESSAGE_BYTES: Final = (
-    8 * 1024 * 1024
-)  # larger messages are dropped by the socket, the peer with them
+CONTROL_MESSAGE_BYTES: Final = 8 * 2**20  # the socket drops larger messages, and the peer with them
+PROMPT_CHARACTERS: Final = 1_000_000  # tokenising longer texts would hold up everybody's text for seconds
 LABEL_CHARACTERS: Final = 256  # longer labels are a bad message
 DETAIL_CHARACTERS: Final = 2_000  # longer error texts are cut by the sender
 SESSIONS: Final = 1_024  # further HELLOs are refused as temporary

@@ -17,6 +17,7 @@ from common.errors import ErrorCode
 
 Count = Annotated[int, Ge(0), Le(2**63 - 1)]
 Name = Annotated[str, MaxLen(64)]
+Digest = Annotated[str, MaxLen(128)]
 Label = Annotated[str, MaxLen(limits.LABEL_CHARACTERS)]
 Detail = Annotated[str, MaxLen(2 * limits.DETAIL_CHARACTERS)]
 Epoch = Annotated[int, Ge(0), Le(limits.EPOCH)]
@@ -25,8 +26,7 @@ SlotIndex = Annotated[int, Ge(0), Le(limits.SOURCE_SLOTS - 1)]
 
 @dataclass_transform(frozen_default=True)
 def wire(cls: type) -> type:
-    """A frozen slotted dataclass; its decoder checks every instance again and coerces nothing."""
-    cls.__pydantic_config__ = {"strict": True, "revalidate_instances": "always"}
+    """A frozen slotted dataclass; `transport.strict_types` reads its field types and coerces nothing."""
     return dataclass(frozen=True, slots=True)(cls)
 
 
@@ -42,8 +42,8 @@ class NodeProfile:
     """What a node can do, compared at HELLO: see `common.compatibility` for what must be equal."""
 
     model_id: Annotated[str, MaxLen(256)]
-    weights_digest: Name
-    tokenizer_digest: Name
+    weights_digest: Digest
+    tokenizer_digest: Digest
     layers: Count
     kv_heads: Count
     head_dim: Count

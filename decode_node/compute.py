@@ -93,7 +93,7 @@ class DecodeCompute:
         self._idle_since_us: dict[int, int] = {}
         self._samplers: dict[str, JobSampler] = {}
         self._engine: DecodeEngine | None = None
-        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._thread = threading.Thread(target=mailbox.guard, args=(self._run,), name="compute", daemon=True)
         self._handlers = {
             ev.SampleFirst: self._sample_first,
             ImportFrom: self._start_import,

@@ -16,6 +16,7 @@ from common.errors import ErrorCode, ExitStatus, check
 from common.lifecycle import JobEvent, JobState, LaneEvent
 from common.messages import PrefillDone, PrefillFailed, StatusReply, StatusRequest
 from decode_node import events as ev
+from decode_node.compute_watch import ComputeWatch
 from decode_node.desk import JobDesk
 from decode_node.invariants import check_decode_core
 from decode_node.jobs import Job
@@ -45,11 +46,9 @@ class DecodeCore:
         self.worker = Worker(settings.dead_after_ms)
         self.desk = JobDesk(settings, self.scheduler, self.worker, self.lanes, new_session_id, new_job_id)
         self.refusal = ""
-        self.progress = 0
         names = ("remote_imports", "prefetches", "kv_refused", "local_prefill_tokens")
         self.counters = dict.fromkeys(names, 0)
-        self._sampling: set[str] = set()
-        self._compute_ms = 0
+        self.watch = ComputeWatch(settings.stall_ms, self.lanes)
         self._drain_deadline_ms: int | None = None
         self._exited = False
         desk = self.desk
@@ -61,9 +60,11 @@ class DecodeCore:
             ev.SubmissionPrepared: desk.on_prepared,
             ev.SubmissionRefused: desk.on_refused,
             ev.TextProduced: desk.on_text,
+            ev.TextFailed: desk.on_text_failed,
             ev.WorkerOpened: self._on_worker_opened,
             ev.WorkerRefused: self._on_worker_refused,
             ev.WorkerLost: self._on_worker_lost,
+            ev.WorkerSuspected: self._on_worker_suspected,
             ev.WorkerMessage: self._on_worker_message,
             ev.FirstTokenSampled: self._on_first_token,
             ev.LogitsRefused: self._on_logits_refused,
@@ -81,18 +82,21 @@ class DecodeCore:
         """The only door. Effects: those of `decode_node.events`."""
         if self._exited:
             return []
-        was_computing = self._computing
+        was_computing = self.watch.owes
         effects = self._handlers[type(event)](event, now_ms)
         effects += self._schedule(now_ms)
-        if self._computing and not was_computing:
-            self._compute_ms = now_ms
+        if self.watch.owes and not was_computing:
+            self.watch.began(now_ms)
         return effects + self._exit_when_drained()
 
     def deadline_ms(self) -> int | None:
         """When `step(TimePassed)` is due at the latest."""
-        deadlines = [self.desk.timers.deadline_ms(), self.worker.deadline_ms(), self._drain_deadline_ms]
-        if self._computing:
-            deadlines.append(self._compute_ms + self.settings.stall_ms)
+        deadlines = [
+            self.desk.timers.deadline_ms(),
+            self.worker.deadline_ms(),
+            self.watch.deadline_ms(),
+            self._drain_deadline_ms,
+        ]
         head = self.scheduler.head()
         if head is not None and self.scheduler.must_wait(head, self.worker.usable):
             deadlines.append(self._wait_deadline_ms(head))
@@ -118,15 +122,6 @@ class DecodeCore:
         """Raise `InvariantViolation` when the parts of the state contradict each other."""
         check_decode_core(self)
 
-    @property
-    def _computing(self) -> bool:
-        """Whether the compute thread owes an answer."""
-        return bool(self._sampling) or self.lanes.free_count < self.lanes.count
-
-    def _computed(self, now_ms: int) -> None:
-        self.progress += 1
-        self._compute_ms = now_ms
-
     def _on_client_message(self, event: ev.ClientMessage, now_ms: int) -> list[Any]:
         if isinstance(event.message, StatusRequest):
             return [ev.SendToClient(event.session, StatusReply(self.status(now_ms)))]
@@ -142,6 +137,10 @@ class DecodeCore:
         if event.refusal.temporary or self.worker.counters["sessions"] > 0:
             return []
         return self._leave(ExitStatus.REFUSED, ErrorCode.NO_PREFILL_NODE, self.refusal, now_ms)
+
+    def _on_worker_suspected(self, event: ev.WorkerSuspected, now_ms: int) -> list[Any]:
+        self.worker.suspect(event.session, event.silent, now_ms)
+        return []
 
     def _on_worker_lost(self, event: ev.WorkerLost, now_ms: int) -> list[Any]:
         lost, effects = self.worker.lost(event.session, now_ms)
@@ -173,7 +172,7 @@ class DecodeCore:
         if problem is not None:
             return self._kv_refused(job, ErrorCode.KV_CORRUPT, problem, now_ms)
         self.scheduler.hold(job)
-        self._sampling.add(job.job_id)
+        self.watch.asked_to_sample(job.job_id)
         return [ev.SampleFirst(job.job_id, record, job.sampling)]
 
     def _on_prefill_refused(self, job: Job, failure: PrefillFailed, now_ms: int) -> list[Any]:
@@ -181,8 +180,9 @@ class DecodeCore:
         if failure.code is ErrorCode.DRAINING and not self.desk.draining:
             self.desk.requeue(job, now_ms)
             return []
-        timeout = failure.code is ErrorCode.PREFILL_TIMEOUT
-        code = ErrorCode.PREFILL_TIMEOUT if timeout else ErrorCode.PREFILL_ERROR
+        self.counters["kv_refused"] += failure.code is ErrorCode.KV_CORRUPT
+        telling = (ErrorCode.PREFILL_TIMEOUT, ErrorCode.KV_CORRUPT)
+        code = failure.code if failure.code in telling else ErrorCode.PREFILL_ERROR
         detail = f"the prefill node says {failure.code}: {failure.detail}"
         return self._prefill_failed(job, code, detail, now_ms)
 
@@ -201,8 +201,7 @@ class DecodeCore:
         return self.desk.fail(job, code, detail, now_ms)
 
     def _on_first_token(self, event: ev.FirstTokenSampled, now_ms: int) -> list[Any]:
-        self._computed(now_ms)
-        self._sampling.discard(event.job_id)
+        self.watch.answered(now_ms, event.job_id)
         job = self.desk.get(event.job_id)
         if job is None:
             return []
@@ -214,13 +213,12 @@ class DecodeCore:
         return effects
 
     def _on_logits_refused(self, event: ev.LogitsRefused, now_ms: int) -> list[Any]:
-        self._computed(now_ms)
-        self._sampling.discard(event.job_id)
+        self.watch.answered(now_ms, event.job_id)
         job = self.desk.get(event.job_id)
         return [] if job is None else self._kv_refused(job, event.code, event.detail, now_ms)
 
     def _on_import_ended(self, event: ev.ImportEnded, now_ms: int) -> list[Any]:
-        self._computed(now_ms)
+        self.watch.answered(now_ms)
         lane = self.lanes[event.lane]
         effects = self.worker.copy_ended(lane.reservation, now_ms)
         lane.reservation = None
@@ -245,11 +243,11 @@ class DecodeCore:
         return [ev.StartDecode(job.job_id, lane.index, job.first_token)]
 
     def _on_local_chunk(self, event: ev.LocalChunkComputed, now_ms: int) -> list[Any]:
-        self._computed(now_ms)
+        self.watch.answered(now_ms)
         return []
 
     def _on_local_prefill_ended(self, event: ev.LocalPrefillEnded, now_ms: int) -> list[Any]:
-        self._computed(now_ms)
+        self.watch.answered(now_ms)
         job = self.desk.get(event.job_id)
         if job is None:
             return []  # its lane is STOPPING, LaneStopped follows
@@ -267,7 +265,7 @@ class DecodeCore:
         return [push]
 
     def _on_token(self, event: ev.TokenSampled, now_ms: int) -> list[Any]:
-        self._computed(now_ms)
+        self.watch.answered(now_ms)
         job = self.desk.get(event.job_id)
         if job is None:
             return []  # its lane is STOPPING, LaneStopped follows
@@ -286,12 +284,12 @@ class DecodeCore:
         job.advance(JobEvent.LAST_TOKEN, now_ms)
 
     def _on_lane_stopped(self, event: ev.LaneStopped, now_ms: int) -> list[Any]:
-        self._computed(now_ms)
+        self.watch.answered(now_ms)
         self.lanes.advance(self.lanes[event.lane], LaneEvent.VACATED)
         return []
 
     def _on_lane_failed(self, event: ev.LaneFailed, now_ms: int) -> list[Any]:
-        self._computed(now_ms)
+        self.watch.answered(now_ms)
         job = self.desk.get(event.job_id)
         if job is None:
             return []  # its lane is STOPPING, LaneStopped follows
@@ -343,10 +341,10 @@ class DecodeCore:
         return effects
 
     def _wait_deadline_ms(self, job: Job) -> int:
-        return max(job.since_ms, self.worker.lost_ms) + self.settings.prefill_wait_ms
+        return max(job.since_ms, self.worker.unusable_since_ms) + self.settings.prefill_wait_ms
 
     def _on_time_passed(self, event: ev.TimePassed, now_ms: int) -> list[Any]:
-        if self._computing and now_ms >= self._compute_ms + self.settings.stall_ms:
+        if self.watch.hung(now_ms):
             detail = f"compute made no progress for {self.settings.stall_ms} ms"
             return self._leave(ExitStatus.HUNG, ErrorCode.ENGINE_HUNG, detail, now_ms)
         if self._drain_deadline_ms is not None and now_ms >= self._drain_deadline_ms:
@@ -394,8 +392,7 @@ class DecodeCore:
 
     def _leave(self, status: ExitStatus, code: ErrorCode, detail: str, now_ms: int) -> list[Any]:
         """Answer every job and go, whatever is still owed."""
-        failed = [self.desk.fail(job, code, detail, now_ms) for job in self.desk.live()]
-        return [effect for effects in failed for effect in effects] + self._goodbye(status, detail)
+        return self.desk.fail_all(code, detail, now_ms) + self._goodbye(status, detail)
 
     def _goodbye(self, status: ExitStatus, reason: str) -> list[Any]:
         self._exited = True

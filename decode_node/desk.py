@@ -59,6 +59,7 @@ class JobDesk:
         self.timers = Timers()
         self.waiting_count = 0
         self.draining = False
+        self._preparing_count = 0
         self.counters = {
             "jobs_accepted": 0,
             "jobs_rejected": 0,
@@ -118,8 +119,10 @@ class JobDesk:
         refusal = self.clients.refusal(session, submit.label)
         if self.draining:
             refusal = ErrorCode.SHUTTING_DOWN, "this decode node is shutting down"
-        elif refusal is None and self.waiting_count >= self._settings.max_queue:
-            refusal = ErrorCode.BUSY, f"{self.waiting_count} jobs are waiting already (--max-queue)"
+        # A cancelled job is still in the text thread's queue until that has answered.
+        waiting = max(self.waiting_count, self._preparing_count)
+        if refusal is None and waiting >= self._settings.max_queue:
+            refusal = ErrorCode.BUSY, f"{waiting} jobs are waiting already (--max-queue)"
         if refusal is not None:
             return [self._rejected(session, submit.label, *refusal)]
         self._arrivals += 1
@@ -127,10 +130,12 @@ class JobDesk:
         self._jobs[job.job_id] = job
         self.clients.add(session, submit.label, job.job_id)
         self.waiting_count += 1
+        self._preparing_count += 1
         self.timers.set(now_ms + self._settings.job_timeout_ms, job.job_id, "job")
         return [ev.PrepareSubmission(job.job_id, submit, self.token_limit)]
 
     def on_prepared(self, event: ev.SubmissionPrepared, now_ms: int) -> list[Any]:
+        self._preparing_count -= 1
         job = self.get(event.job_id)
         if job is None:
             return []
@@ -141,6 +146,7 @@ class JobDesk:
         return [ev.SendToClient(job.client, Accepted(job.label, job.job_id, job.prompt_tokens))]
 
     def on_refused(self, event: ev.SubmissionRefused, now_ms: int) -> list[Any]:
+        self._preparing_count -= 1
         job = self.get(event.job_id)
         if job is None:
             return []
@@ -161,6 +167,10 @@ class JobDesk:
         if event.stopped or event.final:
             effects += self._finish(job, "stop" if event.stopped else job.finish_reason, now_ms)
         return effects
+
+    def on_text_failed(self, event: ev.TextFailed, now_ms: int) -> list[Any]:
+        job = self.get(event.job_id)
+        return [] if job is None else self.fail(job, ErrorCode.ENGINE_ERROR, event.detail, now_ms)
 
     def push(self, job: Job, token_id: int, finish_reason: str | None) -> ev.PushTokens:
         """Hand a sampled token to the text thread; the client gets what it makes of it."""
@@ -189,6 +199,14 @@ class JobDesk:
         failed = Failed(job.label, code, detail[: limits.DETAIL_CHARACTERS], code.definite)
         return [*effects, ev.SendToClient(job.client, failed)]
 
+    def fail_all(self, code: ErrorCode, detail: str, now_ms: int) -> list[Any]:
+        """End every job; one that has yielded a token is not told that it never happened."""
+        effects = []
+        for job in self.live():
+            honest = ErrorCode.PEER_LOST if code.definite and job.keep_token else code
+            effects += self.fail(job, honest, detail, now_ms)
+        return effects
+
     def detach(self, job: Job, cause: str, now_ms: int) -> list[Any]:
         """The job lets go of its reservation, if it has one."""
         reservation, job.reservation = job.reservation, None
@@ -213,7 +231,7 @@ class JobDesk:
         self.timers.cancel(job.job_id, "job")
         self.clients.remove(job.client, job.label)
         effects = self.detach(job, cause, now_ms) + self._stop_lane(job)
-        return [*effects, ev.ForgetJob(job.job_id)]
+        return [*effects, ev.ForgetJob(job.job_id, job.known_to_compute)]
 
     def _stop_lane(self, job: Job) -> list[Any]:
         """Have compute let go of the job's lane. A copy runs to its end by itself."""

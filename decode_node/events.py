@@ -69,6 +69,14 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerSuspected:
+    """The prefill node has been silent for a while, or (`silent` False) has spoken again."""
+
+    session: str
+    silent: bool
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerMessage:
     """A message of the live session with the prefill node."""
 
@@ -108,6 +116,14 @@ class TextProduced:
     text: str
     stopped: bool
     final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TextFailed:
+    """The tokenizer raised on the job's tokens."""
+
+    job_id: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +287,10 @@ class PushTokens:
 
 @dataclass(frozen=True, slots=True)
 class ForgetJob:
-    """Both threads: drop what you hold for a job that has ended."""
+    """Text thread, and compute where it knows the job: drop what you hold for a job that has ended."""
 
     job_id: str
+    known_to_compute: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,11 @@ class Job:
         return self.first_token is not None
 
     @property
+    def known_to_compute(self) -> bool:
+        """Whether compute may hold a sampler for the job."""
+        return not self.stages_ms.keys().isdisjoint((JobState.PREFILLED, JobState.LOCAL_PREFILLING))
+
+    @property
     def importable(self) -> bool:
         """Prefilled, its first token is known, and no stop string can still end the job at that token."""
         decided = self.text_pending == 0 or not self.sampling.stop

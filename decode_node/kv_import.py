@@ -19,7 +19,7 @@ from common.kv_layout import KvLayout, chunk_bounds
 from common.messages import PrefillDone
 from transport.slab import SlabView
 
-_PIECE_BYTES = 512 * 1024
+PIECE_BYTES = 512 * 1024
 _NUMPY_TYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "uint8": "u1"}
 
 
@@ -51,20 +51,18 @@ class KvImport:
                 self._copy(slot[first:last, :, start:end], first, start, hasher)
                 yield
             if hasher.digest() != digest:
-                return self._refuse(
-                    ErrorCode.KV_CORRUPT, f"tokens {start} to {end} do not match their digest"
-                )
-        epoch = self._view.epoch(record.slot)
-        if epoch != record.epoch:
-            return self._refuse(
-                ErrorCode.KV_STALE, f"slot {record.slot} is at epoch {epoch}, not {record.epoch}"
-            )
-        self._engine.set_length(self._lane, record.token_count)
+                # A slot that changed hands does not fit its digest either, and no memory is at fault.
+                if not self._refuse_stale():
+                    wrong = f"tokens {start} to {end} do not match their digest"
+                    self._refuse(ErrorCode.KV_CORRUPT, wrong)
+                return
+        if not self._refuse_stale():
+            self._engine.set_length(self._lane, record.token_count)
 
     def _layer_groups(self, token_count: int) -> Iterator[tuple[int, int]]:
         """Whole layers, as many as fit a piece."""
         layer_bytes = 2 * token_count * self._layout.row_bytes
-        step = max(1, _PIECE_BYTES // layer_bytes)
+        step = max(1, PIECE_BYTES // layer_bytes)
         for first in range(0, self._layout.layers, step):
             yield first, min(first + step, self._layout.layers)
 
@@ -77,6 +75,15 @@ class KvImport:
         self._engine.write_kv(self._lane, layer, start, piece)
         self.copy_us += copied_us - started_us + now_us() - digested_us
         self.digest_us += digested_us - copied_us
+
+    def _refuse_stale(self) -> bool:
+        """Refuse the copy if the slot belongs to somebody else by now; whether it does."""
+        epoch = self._view.epoch(self._record.slot)
+        if epoch == self._record.epoch:
+            return False
+        detail = f"slot {self._record.slot} is at epoch {epoch}, not {self._record.epoch}"
+        self._refuse(ErrorCode.KV_STALE, detail)
+        return True
 
     def _refuse(self, code: ErrorCode, detail: str) -> None:
         self.code, self.detail = code, detail

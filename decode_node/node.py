@@ -31,7 +31,7 @@ from transport.daemon import stall_bound_ms
 from transport.link import DealerLink, RouterLink
 from transport.listener import Listener
 from transport.loop import Loop, Mailbox
-from transport.peers import CloseSocket, LivenessTimes, OpenSocket, SendFrame
+from transport.peers import BadFrame, CloseSocket, LivenessTimes, OpenSocket, SendFrame
 from transport.port import ControlPort
 from transport.slab import SlabView
 from transport.zmq_sockets import new_context
@@ -63,10 +63,10 @@ class DecodeNode:
         self._loop = loop
         link = RouterLink(self._context, self._config.bind)
         self._clients = ControlPort(link, give_up_ms=self._config.lease_ms)
-        loop.watch(link.socket)
+        loop.watch(link.sockets)
         self._mailbox = Mailbox(loop.wakeup)
         settings = self._config.engine_settings()
-        command_limit = 8 * (self._config.max_queue + self._config.slots) + limits.JOBS_PER_CLIENT
+        command_limit = limits.MAILBOX_ITEMS
         self._compute = DecodeCompute(settings, self._mailbox, self._hooks, command_limit)
         self._text = TextThread(settings, self._mailbox, self._hooks, command_limit)
         self._log.info(LogEvent.NODE_LOADING, backend=self._config.backend, model=self._config.model)
@@ -113,14 +113,17 @@ class DecodeNode:
         connector = None
         if config.pd_prefill_worker is not None:
             connector = Connector(times, self.incarnation, Role.DECODE, settings.profile)
-        self._stack = DecodeStack(Listener(times, lambda: core.progress), connector, core)
+        self._stack = DecodeStack(Listener(times, lambda: core.watch.progress), connector, core)
 
     def receive(self) -> Iterator[Any]:
         yield from self._mailbox.take()
         if self._worker is not None:
             for item in self._worker.receive():
+                self._log_bad_frame(item, self._config.pd_prefill_worker)
                 yield FromWorker(item)
-        yield from self._clients.receive()
+        for item in self._clients.receive():
+            self._log_bad_frame(item, "client")
+            yield item
 
     def step(self, event: Any, now_ms: int) -> list[Any]:
         return self._stack.step(event, now_ms)
@@ -144,7 +147,8 @@ class DecodeNode:
         match effect:
             case ev.ForgetJob():
                 self._text.put(effect)
-                self._compute.put(effect)
+                if effect.known_to_compute:
+                    self._compute.put(effect)
             case ev.StartImport(job_id=job_id, lane=lane, session=session, record=record):
                 view, layout = self._mappings[session]
                 self._compute.put(ImportFrom(job_id, lane, view, layout, record))
@@ -186,15 +190,19 @@ class DecodeNode:
             case OpenSocket(route=route):
                 link = DealerLink(self._context, self._config.pd_prefill_worker, route)
                 self._worker = ControlPort(link, give_up_ms=self._config.dead_after_ms)
-                self._loop.watch(link.socket)
+                self._loop.watch(link.sockets)
             case CloseSocket() if self._worker is not None:
-                self._loop.forget(self._worker.link.socket)
+                self._loop.forget(self._worker.link.sockets)
                 self._worker.close()
                 self._worker = None
             case SendFrame() if self._worker is not None:
                 lost = self._worker.send(item, now_ms)
                 return [] if lost is None else [FromWorker(lost)]
         return []
+
+    def _log_bad_frame(self, item: Any, peer: str) -> None:
+        if isinstance(item, BadFrame):
+            self._log.warning(LogEvent.PEER_PROTOCOL_ERROR, peer=peer, code=item.code, detail=item.detail)
 
     def _log_answer(self, message: Any) -> None:
         match message:
@@ -240,5 +248,5 @@ class DecodeNode:
         for port in (self._clients, self._worker):
             if port is not None:
                 port.close()
-        if orderly:
-            self._context.term()
+        # Last words, such as FAILED(ENGINE_HUNG), get the time that the sockets linger.
+        self._context.term()

@@ -62,6 +62,7 @@ class SendPrefill:
 
 Decision = ImportInto | PrefillLocally | SendPrefill
 _Place = tuple[int, int, Job]
+_SWEEP_PUSHES = 256
 
 
 class Scheduler:
@@ -93,6 +94,10 @@ class Scheduler:
     def _push(self, heap: list[_Place], job: Job) -> None:
         self._pushes += 1
         heapq.heappush(heap, (job.order, self._pushes, job))
+        if self._pushes % _SWEEP_PUSHES == 0:
+            # A head that waits for long would keep every job that came and went behind it.
+            _sweep(self._queued, JobState.QUEUED)
+            _sweep(self._prefilled, JobState.PREFILLED)
 
     def head(self) -> Job | None:
         """The first queued job."""
@@ -135,3 +140,8 @@ def _first(heap: list[_Place], state: JobState) -> Job | None:
     while heap and heap[0][2].state is not state:
         heapq.heappop(heap)
     return heap[0][2] if heap else None
+
+
+def _sweep(heap: list[_Place], state: JobState) -> None:
+    heap[:] = [place for place in heap if place[2].state is state]
+    heapq.heapify(heap)

@@ -32,6 +32,7 @@ from transport.peers import (
     SessionEnded,
     SessionOpened,
     StopConnecting,
+    Suspected,
     Tick,
 )
 
@@ -134,6 +135,8 @@ class DecodeStack:
                         effects.append(ev.WorkerLost(session, cause))
                 case Delivered(session=session, message=message):
                     effects.append(ev.WorkerMessage(session, message))
+                case Suspected(session=session, silent=silent):
+                    effects.append(ev.WorkerSuspected(session, silent))
                 case AttemptRefused(refusal=refusal):
                     effects.append(ev.WorkerRefused(refusal))
         return effects
@@ -201,9 +204,11 @@ _CORE_EVENTS = (
     ev.WorkerLost,
     ev.WorkerMessage,
     ev.WorkerRefused,
+    ev.WorkerSuspected,
     ev.SubmissionPrepared,
     ev.SubmissionRefused,
     ev.TextProduced,
+    ev.TextFailed,
     ev.FirstTokenSampled,
     ev.LogitsRefused,
     ev.ImportEnded,

@@ -28,6 +28,6 @@ def decode_status(core: "DecodeCore", now_ms: int) -> dict[str, Any]:
         "prefetch_depth_asked": core.route.prefetch_depth,
         "worker": core.worker.status(now_ms),
         "worker_refusal": core.refusal,
-        "progress": core.progress,
+        "progress": core.watch.progress,
         "counters": {**core.desk.counters, **core.counters},
     }

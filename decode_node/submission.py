@@ -19,7 +19,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from common.digests import prompt_digest
 from common.engines.interface import Tokenizer
 from common.errors import ErrorCode
-from common.sampling import SamplingParams
+from common.limits import PROMPT_CHARACTERS
+from common.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 
 ROLES = ("system", "user", "assistant")
 QUOTED_CHARACTERS = 60
@@ -98,6 +99,8 @@ def _sampling_params(sampling: object, vocab_size: int) -> SamplingParams | Refu
     for name, value in sampling.items():
         if not isinstance(name, str) or name not in _FIELDS:
             return _invalid_sampling(f"unknown field {_quoted(name)}; known are {', '.join(_FIELDS)}")
+        if name in _TUPLE_FIELDS and isinstance(value, list | tuple) and len(value) > MAX_STOP_TOKEN_IDS:
+            return _invalid_sampling(f"{name}: at most {MAX_STOP_TOKEN_IDS} items, not {len(value)}")
         try:
             values[name] = _FIELDS[name].validate_python(_as_tuple(name, value))
         except ValidationError as error:
@@ -144,6 +147,11 @@ def _wrong_message(message: object, name: str) -> Refusal | None:
 def _wrong_text(text: object, name: str) -> Refusal | None:
     if not isinstance(text, str):
         return _invalid(f"{name} must be text, not {_kind(text)}")
+    if len(text) > PROMPT_CHARACTERS:
+        return _invalid(
+            f"{name} has {len(text)} characters and at most {PROMPT_CHARACTERS} are tokenised here:"
+            " send prompt_ids"
+        )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

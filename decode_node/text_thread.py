@@ -23,6 +23,8 @@ from decode_node.submission import Refusal, prepare
 from decode_node.text import TextStream
 from transport.loop import Mailbox
 
+_STOP_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerLoaded:
@@ -50,7 +52,7 @@ class TextThread:
         self._commands: queue.Queue[Any] = queue.Queue(command_limit)
         self._streams: dict[str, TextStream] = {}
         self._tokenizer: Tokenizer | None = None
-        self._thread = threading.Thread(target=self._run, name="text", daemon=True)
+        self._thread = threading.Thread(target=mailbox.guard, args=(self._run,), name="text", daemon=True)
         self._handlers = {
             ev.PrepareSubmission: self._prepare,
             ev.PushTokens: self._push,
@@ -66,9 +68,9 @@ class TextThread:
         self._commands.put_nowait(command)
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread. A tokenizer that hangs is left to the end of the process."""
         self._commands.put_nowait(None)
-        self._thread.join()
+        self._thread.join(_STOP_S)
 
     def _run(self) -> None:
         try:
@@ -84,8 +86,8 @@ class TextThread:
             self._handlers[type(command)](command)
 
     def _prepare(self, command: ev.PrepareSubmission) -> None:
-        self._hooks.at("text.prepare")
         try:
+            self._hooks.at("text.prepare")
             self._mailbox.put(self._prepared(command))
         except Exception:
             # The tokenizer is foreign code fed with foreign text: its failure is this job's alone.
@@ -113,10 +115,14 @@ class TextThread:
         stream = self._streams.get(command.job_id)
         if stream is None:
             return  # the job has ended meanwhile
-        delta = stream.push((command.token_id,))
-        text = delta.text
-        if command.final and not delta.stopped:
-            text += stream.finish().text
+        try:
+            self._hooks.at("text.push")
+            delta = stream.push((command.token_id,))
+            flush = command.final and not delta.stopped
+            text = delta.text + (stream.finish().text if flush else "")
+        except Exception:
+            self._mailbox.put(ev.TextFailed(command.job_id, traceback.format_exc(limit=-1)))
+            return
         self._mailbox.put(
             ev.TextProduced(command.job_id, (command.token_id,), text, delta.stopped, command.final)
         )

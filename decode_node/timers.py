@@ -6,6 +6,8 @@ setting it again replaces it. It must never outlive its job.
 
 import heapq
 
+_STALE_MAX = 256
+
 
 class Timers:
     """Deadlines by (job id, kind)."""
@@ -18,6 +20,10 @@ class Timers:
         """Set or replace a deadline."""
         self._deadlines[job_id, kind] = deadline_ms
         heapq.heappush(self._heap, (deadline_ms, job_id, kind))
+        if len(self._heap) > 2 * len(self._deadlines) + _STALE_MAX:
+            # Cancelled deadlines far ahead would pile up behind a near one.
+            self._heap = [(due_ms, *name) for name, due_ms in self._deadlines.items()]
+            heapq.heapify(self._heap)
 
     def cancel(self, job_id: str, kind: str) -> None:
         """Forget a deadline, if it is set."""

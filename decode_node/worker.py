@@ -43,10 +43,11 @@ class Worker:
         self._dead_after_ms = dead_after_ms
         self._hello: HelloOk | None = None
         self._draining = False
-        self._said_goodbye = False
+        self._suspected = False
+        self._closing = False
         self._peer_progress = 0
         self._progress_ms = 0
-        self.lost_ms = 0
+        self.unusable_since_ms = 0
         self.ledger = SlotLedger()
         self.counters = {"orphans": 0, "late_completions": 0, "prefills_sent": 0, "sessions": 0}
 
@@ -61,8 +62,10 @@ class Worker:
 
     @property
     def usable(self) -> bool:
-        """Open, not draining, at least one slot granted."""
-        return self._hello is not None and not self._draining and self.ledger.granted_count > 0
+        """Open and not about to close, not draining, not silent, at least one slot granted."""
+        barred = self._closing or self._draining or self._suspected
+        willing = self._hello is not None and not barred
+        return willing and self.ledger.granted_count > 0
 
     @property
     def orphans(self) -> list[GrantedSlot]:
@@ -73,16 +76,23 @@ class Worker:
         self.ledger.open(hello.session, hello.incarnation, hello.grants)
         self._hello = hello
         self._draining = False
-        self._said_goodbye = False
+        self._suspected = False
+        self._closing = False
         self._progress_ms = now_ms
         self._peer_progress = 0
         self.counters["sessions"] += 1
+
+    def suspect(self, session: str, silent: bool, now_ms: int) -> None:
+        """The prefill node has fallen silent, or speaks again: new work waits meanwhile."""
+        if session == self.session:
+            self._suspected = silent
+            self.unusable_since_ms = now_ms
 
     def lost(self, session: str, now_ms: int) -> tuple[list[str], list[Any]]:
         """The session has ended: ids of jobs whose future resolves PEER_LOST, and effects."""
         check(session == self.session, "a session that was not open has ended")
         self._hello = None
-        self.lost_ms = now_ms
+        self.unusable_since_ms = now_ms
         lost_jobs = self.ledger.close()
         return lost_jobs, self._unmap_if_unused(session)
 
@@ -114,6 +124,7 @@ class Worker:
             return None, []
         if isinstance(message, Draining):
             self._draining = True
+            self.unusable_since_ms = now_ms
             return None, self._goodbye_if_drained()
         return None, [self._protocol_error(f"{type(message).__name__} is not expected here")]
 
@@ -143,7 +154,7 @@ class Worker:
         deadline_ms = self.deadline_ms()
         if deadline_ms is None or now_ms < deadline_ms:
             return []
-        return [CloseWorker(self.session, self._overdue(now_ms))]
+        return [self._close(self._overdue(now_ms))]
 
     def deadline_ms(self) -> int | None:
         """When `expire` may have something to do."""
@@ -158,6 +169,7 @@ class Worker:
             "session": self.session,
             "usable": self.usable,
             "draining": self._draining,
+            "suspected": self._suspected,
             "slots": [_describe(slot, now_ms) for slot in self.ledger.slots()],
             "survivors": [_describe(slot, now_ms) for slot in self.ledger.survivors()],
             "orphans": len(self.orphans),
@@ -199,7 +211,7 @@ class Worker:
 
     def _unmap_if_unused(self, session: str) -> list[Any]:
         used = any(slot.session == session for slot in self.ledger.survivors())
-        return [] if used or session == self.session else [UnmapSlab(session)]
+        return [] if used else [UnmapSlab(session)]
 
     def _owes(self) -> bool:
         owing = (SlotState.PRODUCING, SlotState.ORPHANED)
@@ -207,10 +219,9 @@ class Worker:
 
     def _goodbye_if_drained(self) -> list[Any]:
         """A draining prefill node waits for our BYE; it comes once nothing is owed."""
-        if not self._draining or self._said_goodbye or self._owes():
+        if not self._draining or self._closing or self._owes():
             return []
-        self._said_goodbye = True
-        return [CloseWorker(self.session, "the prefill node drains and owes nothing")]
+        return [self._close("the prefill node drains and owes nothing")]
 
     def _orphan_bound_ms(self) -> int:
         return self._hello.stall_ms + self._dead_after_ms + limits.ORPHAN_GRACE_MS
@@ -227,7 +238,12 @@ class Worker:
         return f"no progress for {now_ms - self._progress_ms} ms although work is there"
 
     def _protocol_error(self, detail: str) -> CloseWorker:
-        return CloseWorker(self.session, f"{ErrorCode.PROTOCOL_ERROR}: {detail}")
+        return self._close(f"{ErrorCode.PROTOCOL_ERROR}: {detail}")
+
+    def _close(self, reason: str) -> CloseWorker:
+        """End the session; nothing more is sent into it meanwhile."""
+        self._closing = True
+        return CloseWorker(self.session, reason)
 
 
 def _describe(slot: GrantedSlot, now_ms: int) -> dict[str, Any]:

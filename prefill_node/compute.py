@@ -18,9 +18,9 @@ from common.clock import now_us
 from common.digests import bytes_digest
 from common.engines.interface import Capabilities, PrefillEngine
 from common.engines.registry import EngineSettings, load_prefill_engine
-from common.errors import ConfigError
+from common.errors import ConfigError, ErrorCode
 from common.hooks import HoldPoints
-from common.kv_layout import KvLayout
+from common.kv_layout import KvLayout, chunk_bounds
 from prefill_node.events import ChunkComputed, ComputeFailed, RunChunk
 from transport.loop import Mailbox
 from transport.slab import Slab
@@ -37,10 +37,9 @@ class EngineLoaded:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailed:
-    """The engine could not be loaded; `operator` when it is the operator's to mend."""
+    """The engine could not be loaded."""
 
     detail: str
-    operator: bool
 
 
 class PrefillCompute:
@@ -53,8 +52,9 @@ class PrefillCompute:
         self._commands: queue.Queue[RunChunk | None] = queue.Queue(_COMMANDS)
         self._slab: Slab | None = None
         self._layout: KvLayout | None = None
+        self._chunk_tokens = 0
         self._attached = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._thread = threading.Thread(target=mailbox.guard, args=(self._run,), name="compute", daemon=True)
 
     def start(self) -> None:
         """Begin loading; the mailbox gets EngineLoaded or EngineFailed."""
@@ -80,11 +80,12 @@ class PrefillCompute:
         try:
             engine = load_prefill_engine(self._settings)
         except ConfigError as error:
-            self._mailbox.put(EngineFailed(str(error), operator=True))
+            self._mailbox.put(EngineFailed(str(error)))
             return
         except Exception:
-            self._mailbox.put(EngineFailed(traceback.format_exc(), operator=False))
+            self._mailbox.put(EngineFailed(traceback.format_exc()))
             return
+        self._chunk_tokens = engine.capabilities.chunk_tokens
         self._mailbox.put(EngineLoaded(engine.capabilities))
         self._attached.wait()
         if self._slab is not None:
@@ -99,15 +100,18 @@ class PrefillCompute:
         except Exception:
             return ComputeFailed(command.slot, command.epoch, traceback.format_exc())
 
-    def _compute(self, engine: PrefillEngine, command: RunChunk) -> ChunkComputed:
-        if command.start == 0:
+    def _compute(self, engine: PrefillEngine, command: RunChunk) -> ChunkComputed | ComputeFailed:
+        if not command.digests:
             self._slab.begin(command.slot, command.epoch)
         self._hooks.at("prefill.chunk")
         prompt = np.frombuffer(command.prompt, dtype="<i4").astype(np.int64)
         started_us = now_us()
         logits = engine.prefill_chunk(command.slot, prompt, command.start, command.end)
         busy_us = now_us() - started_us
-        digest = self._digest(command)
+        digest = self._digest(command.slot, command.start, command.end)
+        if logits is not None and not self._intact(command):
+            detail = "the KV of an earlier chunk changed in the slab while the prompt was computed"
+            return ComputeFailed(command.slot, command.epoch, detail, ErrorCode.KV_CORRUPT)
         row = None if logits is None else np.ascontiguousarray(logits, dtype="<f4").tobytes()
         if self._hooks.at("prefill.computed") == "corrupt":
             self._slab.slot(command.slot)[0] ^= 0xFF
@@ -122,12 +126,23 @@ class PrefillCompute:
             None if row is None else bytes_digest(row),
         )
 
-    def _digest(self, command: RunChunk) -> bytes:
-        """Digest of the chunk's bytes in wire order: per layer, K then V, its tokens."""
+    def _intact(self, command: RunChunk) -> bool:
+        """Whether the chunks that the logits were computed from still are what they were.
+
+        The importer would find the damage too, but only after the first token was sampled.
+        """
+        bounds = chunk_bounds(command.first, command.start, self._chunk_tokens)
+        return all(
+            self._digest(command.slot, start, end) == digest
+            for (start, end), digest in zip(bounds, command.digests, strict=True)
+        )
+
+    def _digest(self, slot_index: int, start: int, end: int) -> bytes:
+        """Digest of positions `[start, end)` in wire order: per layer, K then V, its tokens."""
         layout = self._layout
-        slot = np.frombuffer(self._slab.slot(command.slot), dtype=np.uint8)
+        slot = np.frombuffer(self._slab.slot(slot_index), dtype=np.uint8)
         runs = slot.reshape(2 * layout.layers, layout.max_tokens * layout.row_bytes)
         hasher = xxhash.xxh3_128()
         for run in runs:
-            hasher.update(run[command.start * layout.row_bytes : command.end * layout.row_bytes])
+            hasher.update(run[start * layout.row_bytes : end * layout.row_bytes])
         return hasher.digest()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common import limits
-from common.compatibility import describe_difference, differing_fields
+from common.compatibility import mismatch_refusal
 from common.errors import ErrorCode, ExitStatus, check
 from common.kv_layout import chunk_bounds
 from common.lifecycle import SOURCE_TRANSITIONS, SourceEvent, SourceState, advance
@@ -50,7 +50,14 @@ from prefill_node.events import (
     StopRequested,
     TimePassed,
 )
-from prefill_node.production import PrefillSettings, Production, SourceSlot, refusal, terminal_record
+from prefill_node.production import (
+    PrefillSettings,
+    Production,
+    SourceSlot,
+    next_chunk,
+    refusal,
+    terminal_record,
+)
 
 
 class PrefillCore:
@@ -172,15 +179,9 @@ class PrefillCore:
             return None
         if self._drain_deadline_ms is not None:
             return HelloRefused(True, "this prefill node is draining")
-        if hello.profile is None:
-            return HelloRefused(False, "a decode node must declare its profile", ("profile",))
-        ours = self._settings.profile
-        fields = differing_fields(ours, hello.profile)
-        if fields:
-            detail = "prefill node and decode node differ in " + describe_difference(
-                ours, hello.profile, fields
-            )
-            return HelloRefused(False, detail[: limits.DETAIL_CHARACTERS], fields)
+        mismatch = mismatch_refusal(self._settings.profile, hello.profile)
+        if mismatch is not None:
+            return mismatch
         if self._decode_session is not None:
             return HelloRefused(True, "another decode node holds this prefill node until its lease ends")
         return None
@@ -307,11 +308,8 @@ class PrefillCore:
         return [self._run_chunk(slot, now_ms)]
 
     def _run_chunk(self, slot: SourceSlot, now_ms: int) -> RunChunk:
-        production = slot.production
-        start, end = production.bounds[len(production.digests)]
         self._chunk_started_ms = now_ms
-        request = production.request
-        return RunChunk(request.job_id, slot.index, request.epoch, request.prompt, start, end)
+        return next_chunk(slot.production)
 
     def _on_chunk_computed(self, event: ChunkComputed, now_ms: int) -> list[Any]:
         slot = self._answered(event.slot, event.epoch)
@@ -343,7 +341,7 @@ class PrefillCore:
         if slot.state is SourceState.ABANDONED:
             return self._return_to_pool(slot)
         self._computing = None
-        return [self._fail(slot, SourceEvent.FAILED, ErrorCode.PREFILL_ERROR, event.detail)]
+        return [self._fail(slot, SourceEvent.FAILED, event.code, event.detail)]
 
     def _answered(self, index: int, epoch: int) -> SourceSlot:
         slot = self._computing

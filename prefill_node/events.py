@@ -7,6 +7,7 @@ past tense, effects are verbs. Bytes of KV never appear here, only (slot, epoch)
 from dataclasses import dataclass
 from typing import Any
 
+from common.errors import ErrorCode
 from common.messages import Hello, HelloOk, HelloRefused, Role
 
 
@@ -58,11 +59,12 @@ class ChunkComputed:
 
 @dataclass(frozen=True, slots=True)
 class ComputeFailed:
-    """Compute raised in a chunk of (slot, epoch); it no longer touches the slot."""
+    """Compute gave up in a chunk of (slot, epoch); it no longer touches the slot."""
 
     slot: int
     epoch: int
     detail: str
+    code: ErrorCode = ErrorCode.PREFILL_ERROR
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +103,19 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class RunChunk:
-    """Compute positions `[start, end)` of a prompt into (slot, epoch); answered by exactly one event."""
+    """Compute positions `[start, end)` of a prompt into (slot, epoch); answered by exactly one event.
+
+    digests: of the chunks before, from `first` on, which the last chunk's logits depend on.
+    """
 
     job_id: str
     slot: int
     epoch: int
     prompt: bytes
+    first: int
     start: int
     end: int
+    digests: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from transport.daemon import stall_bound_ms
 from transport.link import RouterLink
 from transport.listener import Listener
 from transport.loop import Loop, Mailbox
-from transport.peers import LivenessTimes, SendFrame
+from transport.peers import BadFrame, LivenessTimes, SendFrame
 from transport.port import ControlPort
 from transport.slab import Slab, remove_stale_slabs
 from transport.zmq_sockets import new_context
@@ -55,7 +55,7 @@ class PrefillNode:
             self._log.info(LogEvent.SLAB_REMOVED, slab=name)
         link = RouterLink(self._context, self._config.bind)
         self._port = ControlPort(link, give_up_ms=self._config.lease_ms)
-        loop.watch(link.socket)
+        loop.watch(link.sockets)
         self._mailbox = Mailbox(loop.wakeup)
         self._compute = PrefillCompute(self._config.engine_settings(), self._mailbox, self._hooks)
         self._log.info(LogEvent.NODE_LOADING, backend=self._config.backend, model=self._config.model)
@@ -92,7 +92,10 @@ class PrefillNode:
 
     def receive(self) -> Iterator[Any]:
         yield from self._mailbox.take()
-        yield from self._port.receive()
+        for item in self._port.receive():
+            if isinstance(item, BadFrame):
+                self._log.warning(LogEvent.PEER_PROTOCOL_ERROR, code=item.code, detail=item.detail)
+            yield item
 
     def step(self, event: Any, now_ms: int) -> list[Any]:
         return self._stack.step(event, now_ms)
@@ -151,5 +154,5 @@ class PrefillNode:
             self._port.close()
         if self._slab is not None:
             self._slab.unlink()
-        if orderly:
-            self._context.term()
+        # Last words, such as FAILED(ENGINE_HUNG), get the time that the sockets linger.
+        self._context.term()

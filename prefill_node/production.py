@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import ErrorCode
 from common.lifecycle import SourceState
 from common.messages import NodeProfile, Prefill, PrefillDone, ShmPlane
-from prefill_node.events import ChunkComputed
+from prefill_node.events import ChunkComputed, RunChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,23 @@ def refusal(request: Prefill, max_tokens: int, draining: bool) -> tuple[ErrorCod
     if request.send_from != 0:
         return ErrorCode.INVALID_REQUEST, "this prefill node has no prefix to start from"
     return None
+
+
+def next_chunk(production: Production) -> RunChunk:
+    """What compute is to do next for a production that is not finished."""
+    request = production.request
+    start, end = production.bounds[len(production.digests)]
+    digests = tuple(production.digests)
+    return RunChunk(
+        request.job_id,
+        request.slot,
+        request.epoch,
+        request.prompt,
+        request.send_from,
+        start,
+        end,
+        digests,
+    )
 
 
 def terminal_record(production: Production, last: ChunkComputed, settings: PrefillSettings) -> PrefillDone:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import zmq
 
 from common.clock import now_ms
-from common.errors import ErrorCode, HandshakeRefused, NodeUnavailable
+from common.errors import ErrorCode, HandshakeRefused, NodeUnavailable, PeerProtocolError
 from common.ids import new_incarnation
 from common.messages import (
     CancelJob,
@@ -26,6 +26,7 @@ from common.messages import (
     StatusRequest,
     Submit,
 )
+from transport.codec import Header, decode, encode
 from transport.connector import Connector
 from transport.link import DealerLink
 from transport.peers import (
@@ -52,13 +53,19 @@ _TERMINAL = (Finished, Failed, Rejected)
 class Client:
     """One client session. Use as a context manager; leaving it cancels what still runs."""
 
-    def __init__(self, endpoint: str, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
+        times: LivenessTimes = TIMES,
+    ) -> None:
         """Connect. Raises `NodeUnavailable` when nobody answers in time, `HandshakeRefused` when refused."""
         self.endpoint = endpoint
         self.hello: HelloOk | None = None
         self._connect_timeout_ms = connect_timeout_ms
         self._context = new_context()
-        self._connector = Connector(TIMES, new_incarnation(), Role.CLIENT)
+        self._times = times
+        self._connector = Connector(times, new_incarnation(), Role.CLIENT)
         self._port: ControlPort | None = None
         self._live: set[str] = set()
         self._arrived: list[Any] = []
@@ -78,12 +85,20 @@ class Client:
         prompt_ids: list[int] | None = None,
         sampling: dict[str, Any] | None = None,
     ) -> None:
-        """Send a job; ACCEPTED or REJECTED and the rest come out of `events` under its label."""
+        """Send a job; ACCEPTED or REJECTED and the rest come out of `events` under its label.
+
+        A job that no message can hold is REJECTED without being sent.
+        """
         self._ensure_open()
         turns = None if messages is None else tuple(messages)
         ids = None if prompt_ids is None else tuple(prompt_ids)
+        job = Submit(label, prompt, turns, ids, sampling or {})
+        problem = _unsendable(job)
+        if problem is not None:
+            self._arrived.append(Rejected(label, ErrorCode.INVALID_REQUEST, problem))
+            return
         self._live.add(label)
-        self._post(Submit(label, prompt, turns, ids, sampling or {}))
+        self._post(job)
 
     def cancel(self, label: str) -> None:
         """Take a job back; it still gets its terminal answer."""
@@ -130,8 +145,8 @@ class Client:
         while self.hello is None:
             if not self._turn(deadline_ms):
                 raise NodeUnavailable(
-                    f"nobody answers at {self.endpoint}: is the daemon running, and is this the endpoint of"
-                    " its ready line?"
+                    f"nobody answers at {self.endpoint}: is the daemon running (a model may still load),"
+                    " and is this the endpoint of its ready line?"
                 )
 
     def _post(self, message: Any) -> None:
@@ -147,10 +162,10 @@ class Client:
             bounds.append(self._port.deadline_ms(moment_ms))
         bound_ms = min((bound for bound in bounds if bound is not None), default=None)
         timeout_ms = None if bound_ms is None else max(0, bound_ms - moment_ms)
-        if self._port is not None:
-            self._port.link.socket.poll(timeout_ms, zmq.POLLIN)
-        elif timeout_ms:
-            zmq.Poller().poll(timeout_ms)
+        poller = zmq.Poller()
+        for socket in [] if self._port is None else self._port.link.sockets:
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(timeout_ms)
         moment_ms = now_ms()
         items = [] if self._port is None else [*self._port.receive(), *self._port.flush(moment_ms)]
         for item in items:
@@ -163,7 +178,7 @@ class Client:
             match effect:
                 case OpenSocket(route=route):
                     self._port = ControlPort(
-                        DealerLink(self._context, self.endpoint, route), TIMES.dead_after_ms
+                        DealerLink(self._context, self.endpoint, route), self._times.dead_after_ms
                     )
                 case CloseSocket() if self._port is not None:
                     self._port.close()
@@ -197,3 +212,14 @@ class Client:
         for label in sorted(self._live):
             self._arrived.append(Failed(label, ErrorCode.PEER_LOST, detail, ErrorCode.PEER_LOST.definite))
         self._live.clear()
+
+
+def _unsendable(job: Submit) -> str | None:
+    """What keeps a job from travelling; asked before it gets a number, as a gap would end the session."""
+    try:
+        decode(encode(Header("", 1), job))
+    except PeerProtocolError as error:
+        return error.detail
+    except (TypeError, ValueError, OverflowError) as error:
+        return str(error)
+    return None

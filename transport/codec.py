@@ -7,15 +7,15 @@ strictly. Only `PeerProtocolError` may come out of `decode`, whatever the bytes.
 """
 
 from dataclasses import dataclass, fields, is_dataclass
-from enum import StrEnum
-from typing import Any, get_args, get_type_hints
+from functools import cache
+from typing import Any, NoReturn
 
 import msgpack
-from pydantic import TypeAdapter, ValidationError
 
 from common import limits
 from common.errors import ErrorCode, PeerProtocolError
 from common.messages import MESSAGE_TYPES, UNNUMBERED
+from transport.strict_types import WrongValue, reader_of
 
 PROTOCOL_TAG = b"TANDEM/1"
 HEADER_BYTES = 256
@@ -30,26 +30,20 @@ class Header:
 
 
 _TYPE_NUMBERS = {cls: number for number, cls in MESSAGE_TYPES.items()}
-_ADAPTERS: dict[type, TypeAdapter] = {cls: TypeAdapter(cls) for cls in MESSAGE_TYPES.values()}
+_READERS = {cls: reader_of(cls) for cls in MESSAGE_TYPES.values()}
+_HEADER_FIELDS = {"type", "session", "sequence"}
 
 
-def _revived_fields(cls: type) -> dict[str, type]:
-    """Fields that msgpack carries as a plain map, string or array, with the class to make of each item."""
-    revived = {}
-    for name, hint in get_type_hints(cls).items():
-        for part in (hint, *get_args(hint)):
-            if isinstance(part, type) and (is_dataclass(part) or issubclass(part, StrEnum)):
-                revived[name] = part
-    return revived
-
-
-_REVIVED: dict[type, dict[str, type]] = {cls: _revived_fields(cls) for cls in MESSAGE_TYPES.values()}
+@cache
+def _field_names(cls: type) -> tuple[str, ...]:
+    if not is_dataclass(cls):
+        raise TypeError(f"{cls.__name__} cannot travel (integers: up to 64 bits)")
+    return tuple(item.name for item in fields(cls))
 
 
 def _as_map(value: Any) -> dict[str, Any]:
-    if not is_dataclass(value):
-        raise TypeError(f"{type(value).__name__} cannot travel")
-    return {item.name: getattr(value, item.name) for item in fields(value)}
+    """A message or a part of one as msgpack takes it. Raises TypeError for anything else."""
+    return {name: getattr(value, name) for name in _field_names(type(value))}
 
 
 def encode(header: Header, message: Any) -> list[bytes]:
@@ -82,11 +76,14 @@ def decode(frames: list[bytes]) -> tuple[Header, Any]:
 
 
 def _decode_body(cls: type, frame: bytes) -> Any:
-    built = _build(cls, _unpack(frame))
     try:
-        return _ADAPTERS[cls].validate_python(built)
-    except ValidationError as error:
-        raise PeerProtocolError(ErrorCode.BAD_MESSAGE, _describe(cls, error)) from None
+        return _READERS[cls](_unpack(frame))
+    except WrongValue as error:
+        raise PeerProtocolError(ErrorCode.BAD_MESSAGE, f"{cls.__name__}{error}") from None
+
+
+def _refuse_extension(code: int, data: bytes) -> NoReturn:
+    raise ValueError("extension types are not part of the protocol")
 
 
 def _unpack(frame: bytes) -> dict[str, Any]:
@@ -97,6 +94,7 @@ def _unpack(frame: bytes) -> dict[str, Any]:
             use_list=False,
             strict_map_key=True,
             max_ext_len=0,
+            ext_hook=_refuse_extension,
         )
     # msgpack raises ValueError subclasses for malformed data, plus these two for odd nesting and keys.
     except (ValueError, TypeError, RecursionError) as error:
@@ -107,7 +105,7 @@ def _unpack(frame: bytes) -> dict[str, Any]:
 
 
 def _decode_header(head: dict[str, Any]) -> tuple[Header, type]:
-    if set(head) != {"type", "session", "sequence"}:
+    if head.keys() != _HEADER_FIELDS:
         raise PeerProtocolError(ErrorCode.BAD_MESSAGE, "header needs exactly type, session and sequence")
     number, session, sequence = head["type"], head["session"], head["sequence"]
     if type(number) is not int or number not in MESSAGE_TYPES:
@@ -121,38 +119,3 @@ def _decode_header(head: dict[str, Any]) -> tuple[Header, type]:
     if numbered and session is None:
         raise PeerProtocolError(ErrorCode.BAD_MESSAGE, f"{cls.__name__} needs a session")
     return Header(session, sequence), cls
-
-
-def _build(cls: type, body: dict[str, Any]) -> Any:
-    """An unchecked instance of `cls`, nested parts included; the caller validates it."""
-    body = dict(body)
-    for name, part in _REVIVED.get(cls, {}).items():
-        if name in body:
-            body[name] = _revive(part, body[name], f"{cls.__name__}.{name}")
-    try:
-        return cls(**body)
-    except TypeError:
-        names = {item.name for item in fields(cls)}
-        odd = sorted(str(name) for name in set(body) - names)
-        problem = f"unknown field {odd[0][:64]}" if odd else "a field is missing"
-        raise PeerProtocolError(ErrorCode.BAD_MESSAGE, f"{cls.__name__}: {problem}") from None
-
-
-def _revive(part: type, value: Any, place: str) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_revive(part, item, place) for item in value)
-    if is_dataclass(part) and isinstance(value, dict):
-        return _build(part, value)
-    if not is_dataclass(part) and isinstance(value, str):
-        try:
-            return part(value)
-        except ValueError:
-            raise PeerProtocolError(ErrorCode.BAD_MESSAGE, f"{place}: unknown value") from None
-    return value
-
-
-def _describe(cls: type, error: ValidationError) -> str:
-    """First problem of a body, without the offending value: it may be prompt text."""
-    first = error.errors(include_input=False, include_url=False, include_context=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
-    return f"{cls.__name__}.{place}: {first['msg']}"[: limits.DETAIL_CHARACTERS]

@@ -26,6 +26,7 @@ from transport.peers import (
     SessionEnded,
     SessionOpened,
     StopConnecting,
+    Suspected,
     Tick,
 )
 
@@ -47,6 +48,7 @@ class Connector:
         self._session: Session | None = None
         self._pinged_ms = 0
         self._stopped = False
+        self._suspected = False
         self.stale_messages = 0
         self._handlers = {
             FrameReceived: self._on_frame,
@@ -60,21 +62,17 @@ class Connector:
 
     def step(self, event: Any, now_ms: int) -> list[Any]:
         """The only door. Effects: OpenSocket, CloseSocket, SendFrame, SessionOpened, SessionEnded, Delivered,
-        AttemptRefused."""
+        Suspected, AttemptRefused."""
         return self._handlers[type(event)](event, now_ms)
 
     def deadline_ms(self) -> int | None:
         """When `step(Tick)` is due at the latest."""
         if self._session is not None:
-            dead_ms = self._session.heard_ms + self._times.dead_after_ms
-            return min(self._pinged_ms + self._times.ping_ms, dead_ms)
+            patience_ms = self._times.dead_after_ms if self._suspected else self._times.suspect_ms
+            return min(self._pinged_ms + self._times.ping_ms, self._session.heard_ms + patience_ms)
         if self._hello_deadline_ms is not None:
             return self._hello_deadline_ms
         return self._next_attempt_ms
-
-    def suspect(self, now_ms: int) -> bool:
-        """Whether the peer has been silent for longer than `suspect_ms`."""
-        return self._session is not None and now_ms - self._session.heard_ms > self._times.suspect_ms
 
     @property
     def _route(self) -> bytes:
@@ -102,7 +100,11 @@ class Connector:
             return self._end(reason, now_ms)
         if isinstance(message, Bye):
             return self._finish(f"bye: {message.reason}", now_ms)
-        return [Delivered(session.identity, message)]
+        effects: list[Any] = [Suspected(session.identity, False)] if self._suspected else []
+        self._suspected = False
+        # Only a session that works proves the peer well: one that always ends at once must not be hammered.
+        self._backoff_ms = self._times.backoff_min_ms
+        return [*effects, Delivered(session.identity, message)]
 
     def _on_hello_answer(self, message: Any, now_ms: int) -> list[Any]:
         if self._hello_deadline_ms is None or not isinstance(message, (HelloOk, HelloRefused)):
@@ -111,7 +113,6 @@ class Connector:
         if isinstance(message, HelloRefused):
             return [*self._give_up_attempt(now_ms), AttemptRefused(message)]
         self._hello_deadline_ms = None
-        self._backoff_ms = self._times.backoff_min_ms
         self._session = Session(message.session, self._role, self._route, now_ms)
         self._pinged_ms = now_ms
         return [SessionOpened(message)]
@@ -152,17 +153,26 @@ class Connector:
 
     def _on_tick(self, event: Tick, now_ms: int) -> list[Any]:
         if self._session is not None:
-            if now_ms - self._session.heard_ms >= self._times.dead_after_ms:
-                return self._end(f"silent for {now_ms - self._session.heard_ms} ms", now_ms)
-            if now_ms - self._pinged_ms >= self._times.ping_ms:
-                self._pinged_ms = now_ms
-                return [self._session.frame(Ping())]
-            return []
+            return self._watch(self._session, now_ms)
         if self._hello_deadline_ms is not None:
             return self._give_up_attempt(now_ms) if now_ms >= self._hello_deadline_ms else []
         if self._next_attempt_ms is not None and now_ms >= self._next_attempt_ms:
             return self._begin_attempt(now_ms)
         return []
+
+    def _watch(self, session: Session, now_ms: int) -> list[Any]:
+        """Look after an open session: end it, suspect the peer, ask for a sign of life."""
+        silent_ms = now_ms - session.heard_ms
+        if silent_ms >= self._times.dead_after_ms:
+            return self._end(f"silent for {silent_ms} ms", now_ms)
+        effects: list[Any] = []
+        if silent_ms >= self._times.suspect_ms and not self._suspected:
+            self._suspected = True
+            effects.append(Suspected(session.identity, True))
+        if now_ms - self._pinged_ms >= self._times.ping_ms:
+            self._pinged_ms = now_ms
+            effects.append(session.frame(Ping()))
+        return effects
 
     def _begin_attempt(self, now_ms: int) -> list[Any]:
         self._attempt += 1
@@ -173,9 +183,12 @@ class Connector:
 
     def _give_up_attempt(self, now_ms: int) -> list[Any]:
         self._hello_deadline_ms = None
+        self._back_off(now_ms)
+        return [CloseSocket(self._route)]
+
+    def _back_off(self, now_ms: int) -> None:
         self._next_attempt_ms = None if self._stopped else now_ms + self._backoff_ms
         self._backoff_ms = min(2 * self._backoff_ms, self._times.backoff_max_ms)
-        return [CloseSocket(self._route)]
 
     def _end(self, reason: str, now_ms: int) -> list[Any]:
         bye = self._session.frame(Bye(reason[: limits.DETAIL_CHARACTERS]))
@@ -183,5 +196,6 @@ class Connector:
 
     def _finish(self, cause: str, now_ms: int) -> list[Any]:
         session, self._session = self._session, None
-        self._next_attempt_ms = None if self._stopped else now_ms + self._backoff_ms
+        self._suspected = False
+        self._back_off(now_ms)
         return [CloseSocket(self._route), SessionEnded(session.identity, session.role, cause)]

@@ -78,6 +78,7 @@ class Daemon:
         self._loop = Loop()
         self._steps = 0
         self._stopping = False
+        self._ready = False
 
     def run(self) -> int:
         """All phases; the exit status."""
@@ -90,7 +91,7 @@ class Daemon:
         except InvariantViolation as error:
             self._log.error(LogEvent.INVARIANT_VIOLATED, detail=str(error))
             status, reason = ExitStatus.INVARIANT, str(error)
-        orderly = status in (ExitStatus.OK, ExitStatus.REFUSED)
+        orderly = self._ready and status in (ExitStatus.OK, ExitStatus.REFUSED)
         self._node.close(orderly)
         self._log.info(LogEvent.NODE_STOPPED, status=int(status), reason=reason)
         self._log.close()
@@ -107,7 +108,8 @@ class Daemon:
         self._log.info(LogEvent.NODE_BOUND, endpoint=endpoint, ms=now_ms() - started_ms)
         while not self._node.load():
             if self._loop.poll(None):
-                return ExitStatus.ABORTED, "stopped while loading"
+                return ExitStatus.OK, "stopped while loading"
+        self._ready = True
         self._log.info(LogEvent.NODE_READY, endpoint=endpoint, ms=now_ms() - started_ms)
         self._announce(endpoint)
         while self._node.leaving is None:

@@ -34,6 +34,9 @@ class Link(Protocol):
     def receive(self, limit: int) -> list[tuple[bytes, Frames]]:
         """At most `limit` whole messages that have arrived, with the route each came by."""
 
+    def lost(self) -> list[bytes]:
+        """Routes whose peer is known to be gone; what arrived before can still be received."""
+
     def close(self) -> None:
         """Let go of the socket."""
 
@@ -41,6 +44,8 @@ class Link(Protocol):
 class _ZmqLink:
     def __init__(self, socket: zmq.Socket) -> None:
         self.socket = socket
+        # What a poller must watch; the first is the socket itself.
+        self.sockets = [socket]
         self._thread = threading.get_ident()
 
     def _check_thread(self) -> None:
@@ -84,18 +89,24 @@ class RouterLink(_ZmqLink):
     def receive(self, limit: int) -> list[tuple[bytes, Frames]]:
         return [(frames[0], frames[1:]) for frames in self._receive(limit)]
 
+    def lost(self) -> list[bytes]:
+        return []  # a ROUTER does not tell; a send or the lease does
+
     def close(self) -> None:
         self.socket.close()
         if self._lock is not None:
             self._lock.release()
+            self._lock = None
 
 
 class DealerLink(_ZmqLink):
     """The connecting side of one attempt and the session that may come of it."""
 
     def __init__(self, context: zmq.Context, endpoint: str, route: bytes) -> None:
-        super().__init__(connect_dealer(context, endpoint))
+        socket, self._monitor = connect_dealer(context, endpoint)
+        super().__init__(socket)
         self.route = route
+        self.sockets.append(self._monitor)
 
     def send(self, route: bytes, frames: Frames) -> Sent:
         return self._send(frames)
@@ -103,5 +114,11 @@ class DealerLink(_ZmqLink):
     def receive(self, limit: int) -> list[tuple[bytes, Frames]]:
         return [(self.route, frames) for frames in self._receive(limit)]
 
+    def lost(self) -> list[bytes]:
+        self._check_thread()
+        return [self.route] if self._monitor.poll(0) else []
+
     def close(self) -> None:
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
         self.socket.close()

@@ -116,12 +116,11 @@ class Listener:
                 return [SendFrame(route, None, 0, known.answer)]
             self.stale_messages += 1
             return []
-        effects = []
-        if known is not None and isinstance(known.answer, HelloOk):
-            earlier = self._sessions.get(known.answer.session)
-            if earlier is not None:
-                effects += self._finish(earlier, "superseded by a newer attempt of the same node")
-        elif len(self._sessions) >= limits.SESSIONS:
+        earlier = self._session_of(known)
+        effects: list[Any] = []
+        if earlier is not None:
+            effects += self._finish(earlier, "superseded by a newer attempt of the same node")
+        if len(self._sessions) >= limits.SESSIONS:
             refusal = HelloRefused(True, f"{limits.SESSIONS} sessions are open already")
             return [SendFrame(route, None, 0, refusal)]
         self._attempts[hello.incarnation] = _Attempt(hello.attempt, route, hello.role)
@@ -129,10 +128,17 @@ class Listener:
         self._forget_old_attempts()
         return [*effects, HelloArrived(route, hello)]
 
+    def _session_of(self, attempt: _Attempt | None) -> Session | None:
+        """The open session that an attempt has led to."""
+        if attempt is None or not isinstance(attempt.answer, HelloOk):
+            return None
+        return self._sessions.get(attempt.answer.session)
+
     def _forget_old_attempts(self) -> None:
-        """Keep the newest; an evicted one belongs to a node that has not spoken for thousands of others."""
+        """Keep those with a session, and the newest of the others: thousands came after the one that goes."""
         while len(self._attempts) > 2 * limits.SESSIONS:
-            self._attempts.popitem(last=False)
+            oldest = next(name for name, known in self._attempts.items() if self._session_of(known) is None)
+            del self._attempts[oldest]
 
     def _on_answer(self, event: Answer, now_ms: int) -> list[Any]:
         answered = (name for name, known in reversed(self._attempts.items()) if known.route == event.route)

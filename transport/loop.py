@@ -7,6 +7,7 @@ must never block on anything but its poller.
 
 import os
 import signal
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,10 @@ class Wakeup:
         os.close(self.write_descriptor)
 
 
+class ThreadDied(Exception):
+    """A thread of ours ended by an exception that nothing there was meant to catch."""
+
+
 class Mailbox:
     """Items from other threads to the loop: bounded, ordered, and each put ends the poll."""
 
@@ -58,9 +63,19 @@ class Mailbox:
         self._items.append(item)
         self._wakeup.wake()
 
+    def guard(self, work: Callable[[], None]) -> None:
+        """Run a thread's work; an exception out of it reaches the loop as an invariant violation."""
+        try:
+            work()
+        except Exception:
+            self.put(ThreadDied(traceback.format_exc()))
+
     def take(self) -> list[Any]:
-        """Everything put so far."""
-        return [self._items.popleft() for _ in range(len(self._items))]
+        """Everything put so far. Raises `InvariantViolation` when a guarded thread has died."""
+        items = [self._items.popleft() for _ in range(len(self._items))]
+        died = next((item for item in items if isinstance(item, ThreadDied)), None)
+        check(died is None, f"a thread died: {died}")
+        return items
 
 
 class Loop:
@@ -78,8 +93,9 @@ class Loop:
 
     def catch_signals(self, *numbers: signal.Signals) -> None:
         """From now on `poll` reports these signals. Main thread only."""
-        earlier = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        # The pipe comes first: a signal between the two calls would else be caught and forgotten.
         earlier_descriptor = signal.set_wakeup_fd(self.wakeup.write_descriptor, warn_on_full_buffer=False)
+        earlier = {number: signal.signal(number, lambda *_: None) for number in numbers}
 
         def restore() -> None:
             signal.set_wakeup_fd(earlier_descriptor)
@@ -88,11 +104,15 @@ class Loop:
 
         self._restore = restore
 
-    def watch(self, socket: zmq.Socket) -> None:
-        self._poller.register(socket, zmq.POLLIN)
+    def watch(self, sockets: list[zmq.Socket]) -> None:
+        """End the poll when one of these can be read."""
+        for socket in sockets:
+            self._poller.register(socket, zmq.POLLIN)
 
-    def forget(self, socket: zmq.Socket) -> None:
-        self._poller.unregister(socket)
+    def forget(self, sockets: list[zmq.Socket]) -> None:
+        """Watch these no longer; before they are closed."""
+        for socket in sockets:
+            self._poller.unregister(socket)
 
     def poll(self, deadline_ms: int | None) -> list[signal.Signals]:
         """Wait until something happens or the deadline passes; signals that arrived meanwhile."""

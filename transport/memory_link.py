@@ -30,6 +30,9 @@ class MemoryRouter:
     def receive(self, limit: int) -> list[tuple[bytes, Frames]]:
         return [self.arrived.popleft() for _ in range(min(limit, len(self.arrived)))]
 
+    def lost(self) -> list[bytes]:
+        return []
+
     def close(self) -> None:
         for peer in self.peers.values():
             peer.router = None
@@ -54,6 +57,9 @@ class MemoryDealer:
 
     def receive(self, limit: int) -> list[tuple[bytes, Frames]]:
         return [(self.route, self.arrived.popleft()) for _ in range(min(limit, len(self.arrived)))]
+
+    def lost(self) -> list[bytes]:
+        return [self.route] if self.router is None else []
 
     def close(self) -> None:
         if self.router is not None:

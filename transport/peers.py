@@ -147,6 +147,14 @@ class Mistake:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspected:
+    """The peer has been silent for `suspect_ms`, or (`silent` False) has spoken again."""
+
+    session: str
+    silent: bool
+
+
+@dataclass(frozen=True, slots=True)
 class OpenSocket:
     """Open a new socket to the peer, named `route`, for one attempt."""
 

@@ -68,15 +68,20 @@ class ControlPort:
                 del self._outboxes[route]
         return lost
 
-    def receive(self) -> Iterator[FrameReceived | BadFrame]:
-        """Decode what has arrived, at most one batch."""
-        for route, frames in self.link.receive(limits.RECEIVE_BATCH_MESSAGES):
+    def receive(self) -> Iterator[FrameReceived | BadFrame | RouteLost]:
+        """Decode what has arrived, at most one batch; then name the routes that are gone."""
+        # Asked for first: what a peer sent before it went has arrived by then.
+        lost = self.link.lost()
+        arrived = self.link.receive(limits.RECEIVE_BATCH_MESSAGES)
+        for route, frames in arrived:
             try:
                 header, message = decode(frames)
             except PeerProtocolError as error:
                 yield BadFrame(route, *error.place, error.code, error.detail)
             else:
                 yield FrameReceived(route, header.session, header.sequence, message)
+        if len(arrived) < limits.RECEIVE_BATCH_MESSAGES:
+            yield from map(RouteLost, lost)
 
     def close(self) -> None:
         self.link.close()

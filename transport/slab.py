@@ -13,6 +13,7 @@ import _posixshmem
 import fcntl
 import mmap
 import os
+import re
 import secrets
 import threading
 from pathlib import Path
@@ -23,6 +24,7 @@ from common.errors import ConfigError
 
 _HEADER_BYTES = 64
 _PREFIX = "/tandem-"
+_NAME = re.compile(_PREFIX + "[0-9a-f]{24}")
 _DIRECTORY = Path("/dev/shm")
 _FENCE_LOCK = threading.Lock()
 
@@ -73,17 +75,14 @@ class Slab(_Mapping):
 
     def __init__(self, slot_count: int, slot_bytes: int) -> None:
         """Reserve and touch the whole slab. Raises `ConfigError` when the host has no room for it."""
-        self.name = _PREFIX + secrets.token_hex(12)
-        size_bytes = _padded(slot_count * _HEADER_BYTES) + slot_count * _padded(slot_bytes)
-        self._descriptor = _posixshmem.shm_open(self.name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+        self.name, self._descriptor = _create()
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(self._descriptor).st_nlink == 0:
-                raise ConfigError("the slab was removed by another process while it was made; start again")
+            size_bytes = _padded(slot_count * _HEADER_BYTES) + slot_count * _padded(slot_bytes)
             _reserve(self._descriptor, size_bytes, slot_count)
             super().__init__(self._descriptor, slot_count, slot_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
         except BaseException:
             self.unlink()
+            os.close(self._descriptor)
             raise
 
     def begin(self, index: int, epoch: int) -> None:
@@ -104,7 +103,7 @@ class SlabView(_Mapping):
 
     def __init__(self, name: str, slot_count: int, slot_bytes: int) -> None:
         """Map an existing slab. Raises `ConfigError` with the usual causes when it cannot."""
-        if not name.startswith(_PREFIX) or "/" in name[1:]:
+        if not _NAME.fullmatch(name):
             raise ConfigError(f"{name[:64]!r} is not the name of a slab")
         try:
             descriptor = _posixshmem.shm_open(name, os.O_RDONLY, mode=0)
@@ -123,6 +122,27 @@ class SlabView(_Mapping):
             os.close(descriptor)
 
 
+def _create() -> tuple[str, int]:
+    """A new object and a descriptor that holds its lock, which tells `remove_stale_slabs` that it is in use.
+
+    Between the two a cleaner may take it for stale; what it took is given up and another one made.
+    """
+    while True:
+        name = _PREFIX + secrets.token_hex(12)
+        try:
+            descriptor = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+        except OSError as error:
+            raise ConfigError(f"no shared memory can be made in /dev/shm: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)  # a cleaner holds it and is about to remove it
+            continue
+        if os.fstat(descriptor).st_nlink > 0:
+            return name, descriptor
+        os.close(descriptor)
+
+
 def _reserve(descriptor: int, size_bytes: int, slot_count: int) -> None:
     """Take every page now: a page that is missing later would be a SIGBUS in the middle of a prefill."""
     try:
@@ -133,15 +153,15 @@ def _reserve(descriptor: int, size_bytes: int, slot_count: int) -> None:
         room_bytes = os.fstatvfs(descriptor).f_bavail * os.fstatvfs(descriptor).f_frsize
         raise ConfigError(
             f"the slab needs {size_bytes / 2**20:.0f} MiB of shared memory but {room_bytes / 2**20:.0f} MiB"
-            f" are free in /dev/shm: lower --source-slots (now {slot_count}) or --max-tokens, or enlarge it"
-            " (containers: --shm-size)"
+            f" are free in /dev/shm ({error.strerror}): lower --source-slots (now {slot_count}) or"
+            " --max-tokens, or enlarge it (containers: --shm-size)"
         ) from error
 
 
 def remove_stale_slabs() -> list[str]:
     """Unlink slabs whose creator has died, and name them. A live creator holds a lock on its slab."""
     removed = []
-    for path in sorted(_DIRECTORY.glob(f"{_PREFIX[1:]}*")):
+    for path in sorted(_DIRECTORY.glob(_PREFIX[1:] + "[0-9a-f]" * 24)):
         try:
             descriptor = os.open(path, os.O_RDWR)
         except OSError:

@@ -14,6 +14,14 @@ from common import limits
 from common.errors import ConfigError
 
 _BYE_LINGER_MS = 200
+_NEVER_MS = 24 * 3_600_000
+_CONNECTION_LOST = (
+    zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 def new_context() -> zmq.Context:
@@ -54,16 +62,22 @@ def bind_router(context: zmq.Context, endpoint: str) -> tuple[zmq.Socket, "IpcLo
     return socket, lock
 
 
-def connect_dealer(context: zmq.Context, endpoint: str) -> zmq.Socket:
-    """A DEALER for one session or one attempt at it: it never reconnects by itself."""
+def connect_dealer(context: zmq.Context, endpoint: str) -> tuple[zmq.Socket, zmq.Socket]:
+    """A DEALER for one session or one attempt at it, which never reconnects by itself, and its monitor.
+
+    The monitor becomes readable when the connection is refused or breaks.
+    """
     socket = context.socket(zmq.DEALER)
     _set_common_options(socket)
-    # A disconnect ends the session; a new one opens a new socket with our own back-off.
-    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    # A disconnect ends the session; a new one opens a new socket with our own back-off. Not -1, which says
+    # the same: libzmq then throws away what had arrived unread (16 of 100 last words lost, measured).
+    socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
     # HELLO waits in the socket while it connects; it dies with the socket.
     socket.setsockopt(zmq.IMMEDIATE, 0)
+    # Before connect: a refusal may come at once.
+    monitor = socket.get_monitor_socket(_CONNECTION_LOST)
     socket.connect(endpoint)
-    return socket
+    return socket, monitor
 
 
 def _bind_problem(endpoint: str, error: zmq.ZMQError) -> str:
@@ -82,7 +96,8 @@ class IpcLock:
     """
 
     def __init__(self, path: str) -> None:
-        """Raises `ConfigError` when a live daemon holds the path or its directory cannot be written."""
+        """Raises `ConfigError` when a live daemon holds the path, when its directory cannot be written, or
+        when the path names something else than a socket."""
         self._socket_path = Path(path)
         self._lock_path = Path(f"{path}.lock")
         while True:
@@ -102,10 +117,16 @@ class IpcLock:
             if os.fstat(self._descriptor).st_nlink > 0:
                 break
             os.close(self._descriptor)  # its former holder removed it between our open and our lock
+        if self._socket_path.exists() and not self._socket_path.is_socket():
+            self._let_go()
+            raise ConfigError(f"cannot bind ipc://{path}: something of that name exists and is no socket")
         self._socket_path.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Remove the socket file and the lock."""
         self._socket_path.unlink(missing_ok=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._lock_path.unlink(missing_ok=True)
         os.close(self._descriptor)

@@ -1,0 +1,206 @@
+"""Start and stop a decode node and its prefill node on this machine.
+
+Decides the flags of both daemons, how they share the CPUs, what counts as ready, and the order of stopping:
+decode first, so that its work still finds a prefill node. Used by the scripts and their tests. It must never
+restart a daemon: one that ends by itself is an error with its log, and the other is stopped.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Self
+
+from common.clock import now_ms, pause_ms
+from common.cpus import available_cpus
+from common.errors import NodeUnavailable, TandemError
+from transport.client import Client
+from transport.daemon_process import DaemonProcess
+from transport.run_directory import RunDirectory, RunningPair, remove_socket
+
+BACKENDS = {"torch": ("torch", "torch"), "emulated": ("emulated", "emulated"), "npu": ("rngd", "atom")}
+"""Kinds of pair: the backend of the prefill node, the backend of the decode node."""
+
+READY_MS = 300_000
+STOP_MS = 45_000
+_TURN_MS = 20
+_LAST_LINES = 8
+
+
+class DaemonEnded(TandemError):
+    """A daemon ended that should be running; the message holds its exit status and its last log lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairPlan:
+    """What to start.
+
+    kind: a key of `BACKENDS`. model, max_tokens: None takes the daemons' default. prefetch_depth: 0 is off.
+    Endpoints: None takes one in the pair's own directory. The extra flags come last and so have the last
+    word. alone: no prefill node; the decode node computes prompts itself.
+    """
+
+    kind: str = "torch"
+    model: str | None = None
+    max_tokens: int | None = None
+    prefetch_depth: int = 1
+    decode_endpoint: str | None = None
+    prefill_endpoint: str | None = None
+    prefill_extra: tuple[str, ...] = ()
+    decode_extra: tuple[str, ...] = ()
+    alone: bool = False
+
+    def prefill_flags(self, endpoint: str, cpus: tuple[int, ...]) -> list[str]:
+        slots = ["--source-slots", str(max(1, self.prefetch_depth))]
+        return [*self._flags(BACKENDS[self.kind][0], endpoint, cpus), *slots, *self.prefill_extra]
+
+    def decode_flags(self, endpoint: str, worker: str | None, cpus: tuple[int, ...]) -> list[str]:
+        flags = self._flags(BACKENDS[self.kind][1], endpoint, cpus)
+        if worker is not None:
+            flags += ["--pd-prefill-worker", worker, "--pd-remote-only"]
+        if worker is not None and self.prefetch_depth:
+            flags += ["--pd-prefetch-next", str(self.prefetch_depth)]
+        return [*flags, *self.decode_extra]
+
+    def _flags(self, backend: str, endpoint: str, cpus: tuple[int, ...]) -> list[str]:
+        flags = ["--backend", backend, "--bind", endpoint]
+        if cpus:
+            flags += ["--cpus", ",".join(map(str, cpus))]
+        if self.model is not None:
+            flags += ["--model", self.model]
+        if self.max_tokens is not None:
+            flags += ["--max-tokens", str(self.max_tokens)]
+        return flags
+
+
+def split_cpus() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """CPUs for the prefill node and for the decode node, none in common; both empty if there is one only.
+
+    Hardware threads of one core stay together, and an odd core goes to prefill, which is bound by arithmetic.
+    """
+    cores: dict[str, list[int]] = {}
+    for cpu in sorted(available_cpus()):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.setdefault(siblings.read_text() if siblings.exists() else str(cpu), []).append(cpu)
+    groups = list(cores.values())
+    if len(groups) == 1:
+        groups = [[cpu] for cpu in groups[0]]
+    if len(groups) == 1:
+        return (), ()
+    middle = (len(groups) + 1) // 2
+    first, second = (sorted(chain(*half)) for half in (groups[:middle], groups[middle:]))
+    return tuple(first), tuple(second)
+
+
+class Pair:
+    """Both daemons of a plan. Leaving the context stops them; an interruption of that kills them."""
+
+    def __init__(self, plan: PairPlan) -> None:
+        """Start the processes; they are not ready yet. Raises ConfigError when there is no place for them."""
+        self.plan = plan
+        self.directory = RunDirectory()
+        self.prefill_cpus, self.decode_cpus = split_cpus()
+        self.prefill: DaemonProcess | None = None
+        try:
+            worker = self._start_prefill() if not plan.alone else None
+            endpoint = plan.decode_endpoint or self.directory.endpoint("decode")
+            flags = plan.decode_flags(endpoint, worker, self.decode_cpus)
+            self.decode = DaemonProcess("decode_node", flags, self.directory.path)
+        except BaseException:
+            if self.prefill is not None:
+                self.prefill.kill()
+            self.directory.close()
+            raise
+
+    def _start_prefill(self) -> str:
+        endpoint = self.plan.prefill_endpoint or self.directory.endpoint("prefill")
+        flags = self.plan.prefill_flags(endpoint, self.prefill_cpus)
+        self.prefill = DaemonProcess("prefill_node", flags, self.directory.path)
+        return endpoint
+
+    @property
+    def daemons(self) -> list[DaemonProcess]:
+        """In the order of stopping."""
+        return [self.decode] if self.prefill is None else [self.decode, self.prefill]
+
+    @property
+    def decode_endpoint(self) -> str:
+        """Where clients connect, once ready."""
+        return self.decode.endpoint or ""
+
+    def wait_ready(self, turn: Callable[[], None] = lambda: None, timeout_ms: int = READY_MS) -> None:
+        """Wait until jobs are accepted. `turn` is called again and again; what it raises ends the waiting.
+
+        Raises DaemonEnded, or NodeUnavailable when the time is over.
+        """
+        deadline_ms = now_ms() + timeout_ms
+        while not all(daemon.ready() for daemon in self.daemons):
+            self._turn(turn, deadline_ms)
+        with Client(self.decode_endpoint, max(1, deadline_ms - now_ms())) as client:
+            while not (status := client.status(max(1, deadline_ms - now_ms())))["accepting"]:
+                if status["worker_refusal"]:
+                    raise NodeUnavailable(f"the nodes do not fit together: {status['worker_refusal']}")
+                self._turn(turn, deadline_ms)
+
+    def _turn(self, turn: Callable[[], None], deadline_ms: int) -> None:
+        self.check()
+        turn()
+        if now_ms() > deadline_ms:
+            raise NodeUnavailable(f"the nodes are not ready in time; their logs are in {self.directory.path}")
+        pause_ms(_TURN_MS)
+
+    def check(self) -> None:
+        """Raise DaemonEnded if one of them is no longer running."""
+        for daemon in self.daemons:
+            if daemon.status is not None:
+                lines = "\n".join(f"  {line}" for line in daemon.last_lines(_LAST_LINES))
+                raise DaemonEnded(f"{daemon.ending()}; its last words:\n{lines}\n  (log: {daemon.log_path})")
+
+    def announce(self) -> None:
+        """Let `running_pairs` find this pair."""
+        prefill_endpoint = "" if self.prefill is None else self.prefill.endpoint or ""
+        self.directory.announce(RunningPair(self.decode_endpoint, prefill_endpoint, self.plan.model or ""))
+
+    def status(self) -> dict[str, Any]:
+        """STATUS of the decode node."""
+        with Client(self.decode_endpoint) as client:
+            return client.status()
+
+    def stop(self, turn: Callable[[], None] = lambda: None, timeout_ms: int | None = STOP_MS) -> bool:
+        """Drain and end both, decode first; whether each that still ran ended well.
+
+        timeout_ms: for each, after which it is killed; None waits for ever. What `turn` raises comes through
+        when both are killed.
+        """
+        well = True
+        try:
+            for daemon in self.daemons:
+                if daemon.status is not None:
+                    continue
+                daemon.request_stop()
+                deadline_ms = None if timeout_ms is None else now_ms() + timeout_ms
+                while not daemon.wait(_TURN_MS) and (deadline_ms is None or now_ms() < deadline_ms):
+                    turn()
+                well = well and daemon.status == 0
+        finally:
+            self.kill()
+        return well
+
+    def kill(self) -> None:
+        """End at once what still runs, and remove what killed daemons leave behind."""
+        for daemon in self.daemons:
+            daemon.kill()
+        if any(daemon.status != 0 for daemon in self.daemons):
+            from transport.slab import remove_stale_slabs  # numpy would make every start wait
+
+            remove_stale_slabs()
+        for endpoint in (self.plan.decode_endpoint, self.plan.prefill_endpoint):
+            if endpoint is not None:
+                remove_socket(endpoint)
+        self.directory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
