@@ -316,3 +316,9 @@ def test_a_refusal_is_instant_and_looks_at_no_model(argv: list[str], tmp_path: P
     assert report["heavy"] == []
     assert report["model_files"] == []
     assert report["cpu_s"] < 1.0
+
+
+def test_the_cache_directory_in_the_environment_is_not_taken_for_an_option() -> None:
+    config = parse(PrefillConfig, [], "1", environment={"TANDEM_CACHE": "/somewhere"})
+
+    assert config == PrefillConfig()

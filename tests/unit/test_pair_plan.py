@@ -1,0 +1,50 @@
+"""How a pair shares the CPUs, and that its daemons accept the flags they are given."""
+
+import pytest
+
+import transport.pair
+from common.command_line import parse
+from common.config import DecodeConfig, PrefillConfig
+from transport.pair import BACKENDS, PairPlan, split_cpus
+
+
+@pytest.mark.parametrize(
+    ("cpus", "prefill", "decode"),
+    [
+        ({0}, (), ()),
+        ({0, 1}, (0,), (1,)),
+        ({1000, 1001, 1002}, (1000, 1001), (1002,)),
+        ({1000, 1001, 1002, 1003}, (1000, 1001), (1002, 1003)),
+    ],
+)
+def test_every_cpu_goes_to_one_node(
+    monkeypatch: pytest.MonkeyPatch, cpus: set[int], prefill: tuple[int, ...], decode: tuple[int, ...]
+) -> None:
+    # CPUs that do not exist have no topology; 0 and 1 are split also where they are one core.
+    monkeypatch.setattr(transport.pair, "available_cpus", lambda: frozenset(cpus))
+    assert split_cpus() == (prefill, decode)
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("depth", [0, 3])
+def test_the_daemons_accept_the_flags(kind: str, depth: int) -> None:
+    plan = PairPlan(kind=kind, model="m", max_tokens=512, prefetch_depth=depth)
+    prefill = parse(PrefillConfig, plan.prefill_flags("ipc:///p", ()), "0", {})
+    decode = parse(DecodeConfig, plan.decode_flags("ipc:///d", "ipc:///p", ()), "0", {})
+    assert (prefill.backend, decode.backend) == BACKENDS[kind]
+    assert (prefill.model, decode.max_tokens) == ("m", 512)
+    assert decode.pd_remote_only
+    assert decode.prefetch_depth == depth
+    assert prefill.source_slots == max(1, depth)
+
+
+def test_extra_flags_have_the_last_word() -> None:
+    plan = PairPlan(max_tokens=512, prefill_extra=("--max-tokens", "64"), decode_extra=("--max-queue", "9"))
+    assert parse(PrefillConfig, plan.prefill_flags("ipc:///p", ()), "0", {}).max_tokens == 64
+    assert parse(DecodeConfig, plan.decode_flags("ipc:///d", "ipc:///p", ()), "0", {}).max_queue == 9
+
+
+def test_alone_means_no_worker() -> None:
+    config = parse(DecodeConfig, PairPlan(alone=True).decode_flags("ipc:///d", None, ()), "0", {})
+    assert config.pd_prefill_worker is None
+    assert not config.pd_remote_only

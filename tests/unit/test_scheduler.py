@@ -1,0 +1,245 @@
+"""What the scheduler decides for one queue, some lanes and some slots; and which routes it refuses."""
+
+import gc
+from dataclasses import replace
+
+import pytest
+
+from common.lifecycle import JobEvent, LaneEvent, SlotEvent
+from common.messages import SlotGrant
+from common.sampling import SamplingParams
+from decode_node.jobs import Job
+from decode_node.lanes import Lanes
+from decode_node.scheduler import ImportInto, PrefillLocally, Route, Scheduler, SendPrefill
+from decode_node.slots import GrantedSlot, SlotLedger
+from tests.actors import LOCAL_ROUTE, ROUTE
+
+
+class World:
+    """A scheduler with the lanes and slots that it is asked about."""
+
+    def __init__(self, *, lanes: int = 1, slots: int = 2, route: Route = ROUTE) -> None:
+        self.scheduler = Scheduler(route)
+        self.lanes = Lanes(lanes)
+        self.ledger = SlotLedger()
+        self.ledger.open("s1", "p1", tuple(SlotGrant(index, 0) for index in range(slots)))
+        self.usable = True
+        self.arrivals = 0
+
+    def queue(self, name: str) -> Job:
+        self.arrivals += 1
+        job = Job(name, "client", name, self.arrivals, 0, 0)
+        job.advance(JobEvent.ACCEPTED, 0)
+        self.scheduler.enqueue(job)
+        return job
+
+    def decide(self) -> ImportInto | PrefillLocally | SendPrefill | None:
+        return self.scheduler.decide(self.lanes, self.ledger, self.usable)
+
+    def send(self, decision: SendPrefill) -> GrantedSlot:
+        job = decision.job
+        job.reservation = self.ledger.reserve(decision.slot, job.job_id, 0)
+        job.advance(JobEvent.PREFILL_SENT, 0)
+        return decision.slot
+
+    def complete(self, job: Job, slot: GrantedSlot, first_token: int | None = 3) -> None:
+        self.ledger.advance(slot, SlotEvent.COMPLETED, 0)
+        job.advance(JobEvent.RECORD_ARRIVED, 0)
+        job.first_token = first_token
+        self.scheduler.hold(job)
+
+    def start_import(self, decision: ImportInto) -> None:
+        self.lanes.advance(decision.lane, LaneEvent.IMPORT_STARTED, decision.job.job_id)
+        decision.job.advance(JobEvent.IMPORT_STARTED, 0)
+        self.ledger.advance(self.ledger.find(decision.job.reservation), SlotEvent.IMPORT_STARTED, 0)
+
+    def send_all(self) -> list[str]:
+        """Ids of the jobs that may be sent now, one after the other."""
+        sent = []
+        while isinstance(decision := self.decide(), SendPrefill):
+            self.send(decision)
+            sent.append(decision.job.job_id)
+        return sent
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("free_lanes", [0, 1, 2])
+def test_productions_held_are_at_most_free_lanes_plus_depth(free_lanes: int, depth: int) -> None:
+    world = World(lanes=2, slots=8, route=replace(ROUTE, prefetch_depth=depth))
+    for number in range(2 - free_lanes):
+        lane = world.lanes.free()
+        world.lanes.advance(lane, LaneEvent.IMPORT_STARTED, f"running{number}")
+    for number in range(8):
+        world.queue(f"job{number}")
+    assert len(world.send_all()) == free_lanes + depth
+
+
+@pytest.mark.parametrize("free_lanes", [0, 1, 2])
+def test_without_prefetch_only_a_free_lane_lets_a_prefill_out(free_lanes: int) -> None:
+    world = World(lanes=2, slots=8, route=replace(ROUTE, prefetch_depth=0))
+    for number in range(2 - free_lanes):
+        world.lanes.advance(world.lanes.free(), LaneEvent.IMPORT_STARTED, f"running{number}")
+    for number in range(4):
+        world.queue(f"job{number}")
+    assert len(world.send_all()) == free_lanes
+
+
+def test_only_what_goes_out_without_a_lane_is_called_a_prefetch() -> None:
+    world = World(slots=2)
+    world.queue("a")
+    world.queue("b")
+    first = world.decide()
+    world.send(first)
+    second = world.decide()
+    assert [first.prefetch, second.prefetch] == [False, True]
+
+
+def test_an_orphan_does_not_count_towards_depth_but_keeps_its_slot() -> None:
+    world = World(slots=2)
+    for name in "abcd":
+        world.queue(name)
+    assert world.send_all() == ["a", "b"]
+    orphan = next(slot for slot in world.ledger.slots() if slot.job_id == "b")
+    world.ledger.advance(orphan, SlotEvent.JOB_DETACHED, 0)
+    assert world.decide() is None
+    world.ledger.advance(orphan, SlotEvent.PRODUCER_FAILED, 0)
+    assert world.send_all() == ["c"]
+
+
+def test_a_survivor_counts_towards_depth() -> None:
+    world = World(slots=1)
+    job = world.queue("a")
+    world.complete(job, world.send(world.decide()), first_token=None)
+    world.ledger.close()
+    world.ledger.open("s2", "p2", (SlotGrant(0, 0), SlotGrant(1, 0)))
+    for name in "bcd":
+        world.queue(name)
+    assert world.send_all() == ["b"], "one free lane, depth 1, one survivor"
+
+
+def test_the_depth_in_force_is_clamped_to_the_slots_granted() -> None:
+    scheduler = Scheduler(replace(ROUTE, prefetch_depth=3))
+    assert [scheduler.depth(granted) for granted in (0, 1, 3, 9)] == [0, 1, 3, 3]
+
+
+def test_a_prefilled_job_is_imported_before_anything_is_sent() -> None:
+    world = World(slots=2)
+    job = world.queue("a")
+    world.complete(job, world.send(world.decide()))
+    world.queue("b")
+    decision = world.decide()
+    assert isinstance(decision, ImportInto)
+    assert decision.job is job
+
+
+def test_a_prefilled_job_waits_for_its_first_token_and_for_a_stop_string_in_doubt() -> None:
+    world = World(slots=1)
+    job = world.queue("a")
+    job.sampling = SamplingParams(stop=("x",))
+    world.complete(job, world.send(world.decide()), first_token=None)
+    assert world.decide() is None
+    job.first_token, job.text_pending = 3, 1
+    assert world.decide() is None
+    job.text_pending = 0
+    assert isinstance(world.decide(), ImportInto)
+
+
+def test_without_stop_strings_the_text_of_the_first_token_is_not_waited_for() -> None:
+    world = World(slots=1)
+    job = world.queue("a")
+    world.complete(job, world.send(world.decide()))
+    job.text_pending = 1
+    assert isinstance(world.decide(), ImportInto)
+
+
+def test_jobs_are_taken_in_order_of_arrival_and_keep_their_place_when_they_come_back() -> None:
+    world = World(slots=1)
+    first = world.queue("a")
+    world.queue("b")
+    slot = world.send(world.decide())
+    assert world.scheduler.head().job_id == "b"
+    world.ledger.advance(slot, SlotEvent.PRODUCER_FAILED, 0)
+    first.reservation = None
+    first.advance(JobEvent.REQUEUED, 0)
+    world.scheduler.enqueue(first)
+    assert world.decide().job is first
+
+
+def test_a_job_that_was_sent_is_not_sent_again() -> None:
+    world = World(slots=4, route=replace(ROUTE, prefetch_depth=3))
+    world.queue("a")
+    assert world.send_all() == ["a"]
+    assert world.decide() is None
+
+
+def test_nothing_is_sent_while_no_worker_is_usable() -> None:
+    world = World()
+    job = world.queue("a")
+    world.usable = False
+    assert world.decide() is None
+    assert world.scheduler.must_wait(job, False)
+    assert not world.scheduler.must_wait(job, True)
+
+
+def test_without_a_usable_worker_a_prompt_is_computed_here_if_that_is_allowed() -> None:
+    world = World(route=LOCAL_ROUTE)
+    job = world.queue("a")
+    world.usable = False
+    assert not world.scheduler.must_wait(job, False)
+    decision = world.decide()
+    assert isinstance(decision, PrefillLocally)
+    assert decision.job is job
+
+
+def test_a_local_prefill_does_not_take_the_lane_a_production_was_sent_for() -> None:
+    world = World(route=LOCAL_ROUTE)
+    world.queue("a")
+    slot = world.send(world.decide())
+    forced = world.queue("b")
+    forced.force_local = True
+    assert world.decide() is None
+    world.ledger.advance(slot, SlotEvent.PRODUCER_FAILED, 0)
+    assert isinstance(world.decide(), PrefillLocally)
+
+
+def test_jobs_that_end_while_they_wait_do_not_pile_up() -> None:
+    world = World(slots=0)
+    world.queue("head")
+    for number in range(5_000):
+        world.queue(f"job{number}").advance(JobEvent.RETIRED, 0)
+    kept = sum(type(item) is Job for item in gc.get_objects())
+    assert kept < 1_000
+    assert world.scheduler.head().job_id == "head"
+
+
+GOOD = {
+    "prefill_worker": "memory",
+    "remote_only": True,
+    "backend": "emulated",
+    "slots": 1,
+    "prefetch_depth": 1,
+    "on_prefill_failure": "fail",
+}
+BAD_ROUTES = [
+    ({"prefill_worker": None}, "--pd-prefill-worker"),
+    ({"remote_only": False}, "--pd-remote-only"),
+    ({"slots": 0}, "--slots 0"),
+    ({"slots": 2}, "--slots 2"),
+    ({"backend": "atom", "slots": 2}, "--slots 2"),
+    ({"backend": "rngd"}, "cannot decode"),
+    ({"backend": "abacus"}, "abacus"),
+    ({"prefetch_depth": -1}, "at least 1"),
+    ({"on_prefill_failure": "local"}, "--on-prefill-failure"),
+    ({"backend": "atom", "remote_only": False, "prefetch_depth": 0}, "cannot prefill locally"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BAD_ROUTES)
+def test_a_route_that_cannot_work_is_a_value_error_that_names_the_remedy(change: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Scheduler(Route(**{**GOOD, **change}))
+
+
+@pytest.mark.parametrize("backend", ["emulated", "torch", "atom"])
+def test_any_backend_that_decodes_may_prefetch(backend: str) -> None:
+    assert Scheduler(Route(**{**GOOD, "backend": backend})).depth(1) == 1
