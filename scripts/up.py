@@ -1,0 +1,166 @@
+#!/usr/bin/env python
+"""Start both nodes on this machine, and run them until Ctrl-C.
+
+Decides nothing about jobs: it splits the CPUs, starts the daemons, prints one line when jobs are accepted,
+shows what they warn of, and drains them at the first Ctrl-C; a second one kills them. If one of them ends by
+itself, it says so with its last words, stops the other and exits non-zero: nothing is restarted silently.
+"""
+
+import argparse
+import signal
+import sys
+from types import FrameType
+
+from common.clock import pause_ms
+from common.errors import ConfigError, ExitStatus, TandemError
+from transport.pair import BACKENDS, Pair, PairPlan
+
+EXTRA = {"--prefill-args": "prefill_extra", "--decode-args": "decode_extra"}
+TURN_MS = 50
+EPILOG = """\
+further flags for the daemons come last, after the name of the one they are for:
+  up.py --prefetch-depth 2 --prefill-args --chunk-tokens 64 --decode-args --job-timeout-ms 60000
+"""
+
+
+class SecondSignal(Exception):
+    """The person does not want to wait for the drain."""
+
+
+class Launcher:
+    """The pair, the signals, and what is shown of both."""
+
+    def __init__(self, plan: PairPlan, log_level: str) -> None:
+        self._plan = plan
+        self._log_level = log_level
+        self._signals = 0
+        self._draining = False
+
+    def run(self) -> int:
+        """All phases; the exit status."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        tell("starting both nodes ...")
+        self._pair = Pair(self._plan)
+        try:
+            self._serve()
+        except (TandemError, OSError) as error:
+            tell(f"up: {error}")
+            self._stop("stopping what still runs ...")
+            return ExitStatus.CONFIG if isinstance(error, ConfigError) else 1
+        well = self._stop("draining: running jobs end first; Ctrl-C again kills both nodes")
+        tell("both nodes have ended" if well else f"not all ended well; logs: {self._pair.directory.path}")
+        return ExitStatus.OK if well else ExitStatus.DRAIN_INCOMPLETE
+
+    def _serve(self) -> None:
+        try:
+            self._pair.wait_ready(self._turn)
+            self._pair.announce()
+            print(self._ready_line(), flush=True)
+            tell('send a prompt from another terminal: python scripts/send.py "Hello"; Ctrl-C here stops')
+            while True:
+                self._pair.check()
+                self._turn()
+                pause_ms(TURN_MS)
+        except KeyboardInterrupt:
+            return
+
+    def _ready_line(self) -> str:
+        pair = self._pair
+        cpus = [",".join(map(str, cpus)) or "shared" for cpus in (pair.decode_cpus, pair.prefill_cpus)]
+        depth = self._plan.prefetch_depth
+        return (
+            f"ready: decode {pair.decode_endpoint} (CPU {cpus[0]}), "
+            f"prefill {pair.prefill.endpoint} (CPU {cpus[1]}), prefetch {depth or 'off'}"
+        )
+
+    def _stop(self, why: str) -> bool:
+        tell(why)
+        self._draining = True
+        self._signals = 0 if self._signals < 2 else self._signals
+        return self._pair.stop(self._turn, timeout_ms=None)
+
+    def _turn(self) -> None:
+        for daemon in self._pair.daemons:
+            for line in daemon.new_lines(self._log_level):
+                tell(line)
+        if self._signals and self._draining:
+            raise SecondSignal
+        if self._signals:
+            raise KeyboardInterrupt
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+
+
+def tell(text: str) -> None:
+    """For the person, on stderr; a terminal that is gone must not stop the drain."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        return
+
+
+def parse_arguments(argv: list[str]) -> tuple[PairPlan, str]:
+    """The plan and the level of what is shown."""
+    extra: dict[str, list[str]] = {name: [] for name in EXTRA.values()}
+    own, target = [], None
+    for word in argv:
+        if word in EXTRA:
+            target = extra[EXTRA[word]]
+        else:
+            (own if target is None else target).append(word)
+    parser = argparse.ArgumentParser(
+        description="Start a decode node and its prefill node on this machine.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", help="name or path of the model (default: the daemons')")
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="torch",
+        help="torch; emulated: no model, hashes instead; npu: emulated rngd and atom (default: torch)",
+    )
+    prefetch = parser.add_mutually_exclusive_group()
+    prefetch.add_argument("--no-prefetch", action="store_true", help="one request at a time")
+    prefetch.add_argument(
+        "--prefetch-depth", type=int, default=1, metavar="N", help="queued requests to prefill ahead"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="most tokens of prompt and answer together"
+    )
+    parser.add_argument("--decode-endpoint", metavar="ENDPOINT", help="default: a socket that send.py finds")
+    parser.add_argument("--prefill-endpoint", metavar="ENDPOINT", help="default: a private socket")
+    parser.add_argument("--verbose", action="store_true", help="show the whole log, not only warnings")
+    given = parser.parse_args(own)
+    if given.prefetch_depth < 1:
+        parser.error("--prefetch-depth must be at least 1; use --no-prefetch to turn it off")
+    plan = PairPlan(
+        kind=given.backend,
+        model=given.model,
+        max_tokens=given.max_tokens,
+        prefetch_depth=0 if given.no_prefetch else given.prefetch_depth,
+        decode_endpoint=given.decode_endpoint,
+        prefill_endpoint=given.prefill_endpoint,
+        **{name: tuple(words) for name, words in extra.items()},
+    )
+    return plan, "info" if given.verbose else "warning"
+
+
+def main() -> int:
+    """Exit status 0 after a drain, 1 when a node failed, 2 for a bad request, 6 when killed."""
+    plan, log_level = parse_arguments(sys.argv[1:])
+    try:
+        return Launcher(plan, log_level).run()
+    except ConfigError as error:
+        tell(f"up: {error}")
+        return ExitStatus.CONFIG
+    except SecondSignal:
+        tell("killed both nodes; running jobs are lost")
+        return ExitStatus.ABORTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
