@@ -54,6 +54,7 @@ class ImportFrom:
     view: SlabView
     slot_layout: KvLayout
     record: PrefillDone
+    token_id: int
 
 
 @dataclass(slots=True)
@@ -179,8 +180,13 @@ class DecodeCompute:
                 yield
         except Exception:
             kv.code, kv.detail = ErrorCode.ENGINE_ERROR, traceback.format_exc()
+        decoding = kv.code is None and command.job_id in self._samplers
+        if decoding:
+            self._running[command.lane] = _Running(command.job_id, command.token_id)
         self._mailbox.put(
-            ev.ImportEnded(command.job_id, command.lane, kv.code, kv.detail, kv.copy_us, kv.digest_us)
+            ev.ImportEnded(
+                command.job_id, command.lane, kv.code, kv.detail, kv.copy_us, kv.digest_us, decoding
+            )
         )
 
     def _start_local_prefill(self, command: ev.StartLocalPrefill) -> None:

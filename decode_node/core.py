@@ -51,20 +51,19 @@ class DecodeCore:
         self.watch = ComputeWatch(settings.stall_ms, self.lanes)
         self._drain_deadline_ms: int | None = None
         self._exited = False
-        desk = self.desk
         self._handlers = {
-            ev.ClientHello: desk.on_client_hello,
-            ev.ClientLost: desk.on_client_lost,
+            ev.ClientHello: self.desk.on_client_hello,
+            ev.ClientLost: self.desk.on_client_lost,
             ev.ClientMessage: self._on_client_message,
-            ev.ClientMistake: desk.on_client_mistake,
-            ev.SubmissionPrepared: desk.on_prepared,
-            ev.SubmissionRefused: desk.on_refused,
-            ev.TextProduced: desk.on_text,
-            ev.TextFailed: desk.on_text_failed,
+            ev.ClientMistake: self.desk.on_client_mistake,
+            ev.SubmissionPrepared: self.desk.on_prepared,
+            ev.SubmissionRefused: self.desk.on_refused,
+            ev.TextProduced: self.desk.on_text,
+            ev.TextFailed: self.desk.on_text_failed,
             ev.WorkerOpened: self._on_worker_opened,
             ev.WorkerRefused: self._on_worker_refused,
             ev.WorkerLost: self._on_worker_lost,
-            ev.WorkerSuspected: self._on_worker_suspected,
+            ev.WorkerSuspected: self.worker.on_suspected,
             ev.WorkerMessage: self._on_worker_message,
             ev.FirstTokenSampled: self._on_first_token,
             ev.LogitsRefused: self._on_logits_refused,
@@ -137,10 +136,6 @@ class DecodeCore:
         if event.refusal.temporary or self.worker.counters["sessions"] > 0:
             return []
         return self._leave(ExitStatus.REFUSED, ErrorCode.NO_PREFILL_NODE, self.refusal, now_ms)
-
-    def _on_worker_suspected(self, event: ev.WorkerSuspected, now_ms: int) -> list[Any]:
-        self.worker.suspect(event.session, event.silent, now_ms)
-        return []
 
     def _on_worker_lost(self, event: ev.WorkerLost, now_ms: int) -> list[Any]:
         lost, effects = self.worker.lost(event.session, now_ms)
@@ -223,23 +218,27 @@ class DecodeCore:
         effects = self.worker.copy_ended(lane.reservation, now_ms)
         lane.reservation = None
         job = self.desk.get(event.job_id)
-        if job is None or event.code is not None:
-            self.lanes.advance(lane, LaneEvent.VACATED)
+        self.lanes.advance(lane, LaneEvent.DECODE_STARTED if event.decoding else LaneEvent.VACATED)
         if job is None:
-            return effects
+            return effects + (self.desk.stop_lane(lane) if event.decoding else [])
         job.reservation = None
         job.copy_us, job.digest_us = event.copy_us, event.digest_us
         if event.code is not None:
             job.lane = None
             self.counters["kv_refused"] += 1
             return effects + self._prefill_failed(job, event.code, event.detail, now_ms)
+        check(event.decoding, "compute forgot a job that lives")
         self.counters["remote_imports"] += 1
-        return effects + self._start_decode(job, lane, now_ms)
+        self._decode_started(job, now_ms)
+        return effects
+
+    def _decode_started(self, job: Job, now_ms: int) -> None:
+        job.advance(JobEvent.DECODE_STARTED, now_ms)
+        job.record = None
 
     def _start_decode(self, job: Job, lane: Lane, now_ms: int) -> list[Any]:
         self.lanes.advance(lane, LaneEvent.DECODE_STARTED)
-        job.advance(JobEvent.DECODE_STARTED, now_ms)
-        job.record = None
+        self._decode_started(job, now_ms)
         return [ev.StartDecode(job.job_id, lane.index, job.first_token)]
 
     def _on_local_chunk(self, event: ev.LocalChunkComputed, now_ms: int) -> list[Any]:
@@ -312,7 +311,8 @@ class DecodeCore:
                 self.worker.import_started(job.reservation, now_ms)
                 self._occupy(job, lane, LaneEvent.IMPORT_STARTED)
                 job.advance(JobEvent.IMPORT_STARTED, now_ms)
-                return [ev.StartImport(job.job_id, lane.index, job.reservation.session, job.record)]
+                session = job.reservation.session
+                return [ev.StartImport(job.job_id, lane.index, session, job.record, job.first_token)]
             case PrefillLocally(job=job, lane=lane):
                 self._occupy(job, lane, LaneEvent.PREFILL_STARTED)
                 self.desk.leave_queue(job, JobEvent.LOCAL_PREFILL_STARTED, now_ms)

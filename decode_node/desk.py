@@ -25,7 +25,7 @@ from common.messages import (
 from decode_node import events as ev
 from decode_node.clients import Clients
 from decode_node.jobs import Job
-from decode_node.lanes import Lanes
+from decode_node.lanes import Lane, Lanes
 from decode_node.scheduler import Scheduler
 from decode_node.settings import DecodeSettings
 from decode_node.timers import Timers
@@ -230,18 +230,19 @@ class JobDesk:
         del self._jobs[job.job_id]
         self.timers.cancel(job.job_id, "job")
         self.clients.remove(job.client, job.label)
-        effects = self.detach(job, cause, now_ms) + self._stop_lane(job)
+        effects = self.detach(job, cause, now_ms) + self._leave_lane(job)
         return [*effects, ev.ForgetJob(job.job_id, job.known_to_compute)]
 
-    def _stop_lane(self, job: Job) -> list[Any]:
-        """Have compute let go of the job's lane. A copy runs to its end by itself."""
-        if job.lane is None:
-            return []
-        lane = self._lanes[job.lane]
-        if lane.state is LaneState.IMPORTING:
-            return []
+    def stop_lane(self, lane: Lane) -> list[Any]:
+        """Have compute let go of a lane whose job has ended."""
         self._lanes.advance(lane, LaneEvent.STOP_REQUESTED)
         return [ev.StopLane(lane.index)]
+
+    def _leave_lane(self, job: Job) -> list[Any]:
+        """A copy runs to its end by itself; whatever else goes on in the job's lane is stopped."""
+        if job.lane is None or self._lanes[job.lane].state is LaneState.IMPORTING:
+            return []
+        return self.stop_lane(self._lanes[job.lane])
 
     def _rejected(self, session: str, label: str, code: ErrorCode, detail: str) -> ev.SendToClient:
         self.counters["jobs_rejected"] += 1

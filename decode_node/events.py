@@ -146,7 +146,11 @@ class LogitsRefused:
 
 @dataclass(frozen=True, slots=True)
 class ImportEnded:
-    """The copy into a lane has ended; `code` is None when every digest and the epoch matched."""
+    """The copy into a lane has ended; `code` is None when every digest and the epoch matched.
+
+    decoding: compute goes on to decode in the lane, which it does unless the copy was bad or it was told to
+    forget the job.
+    """
 
     job_id: str
     lane: int
@@ -154,6 +158,7 @@ class ImportEnded:
     detail: str
     copy_us: int
     digest_us: int
+    decoding: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,12 +309,17 @@ class SampleFirst:
 
 @dataclass(frozen=True, slots=True)
 class StartImport:
-    """Compute: copy a slot into a lane and verify it. Answered by ImportEnded."""
+    """Compute: copy a slot into a lane, verify it, and decode from `token_id` on if it is good.
+
+    Answered by ImportEnded, then as StartDecode is. Compute does not wait for another word in between: the
+    lane would stand idle while the loop is busy with the end of the job before.
+    """
 
     job_id: str
     lane: int
     session: str
     record: PrefillDone
+    token_id: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from transport.zmq_sockets import new_context
 
 _FOR_TEXT = (ev.PrepareSubmission, ev.PushTokens)
 _FOR_COMPUTE = (ev.SampleFirst, ev.StartLocalPrefill, ev.StartDecode, ev.StopLane)
+_COMPUTE_FIRST = (*_FOR_COMPUTE, ev.StartImport, ev.ForgetJob)
 
 
 class DecodeNode:
@@ -126,7 +127,10 @@ class DecodeNode:
             yield item
 
     def step(self, event: Any, now_ms: int) -> list[Any]:
-        return self._stack.step(event, now_ms)
+        # Compute's commands first: the lane waits for them, everybody else has time. Order is kept among
+        # them, and among the rest.
+        effects = self._stack.step(event, now_ms)
+        return sorted(effects, key=lambda effect: not isinstance(effect, _COMPUTE_FIRST))
 
     def execute(self, effect: Any, now_ms: int) -> list[Any]:
         if isinstance(effect, SendFrame):
@@ -149,9 +153,9 @@ class DecodeNode:
                 self._text.put(effect)
                 if effect.known_to_compute:
                     self._compute.put(effect)
-            case ev.StartImport(job_id=job_id, lane=lane, session=session, record=record):
-                view, layout = self._mappings[session]
-                self._compute.put(ImportFrom(job_id, lane, view, layout, record))
+            case ev.StartImport(job_id=job_id, lane=lane, record=record, token_id=token_id):
+                view, layout = self._mappings[effect.session]
+                self._compute.put(ImportFrom(job_id, lane, view, layout, record, token_id))
             case MapSlab(hello_ok=hello_ok):
                 return [self._map(hello_ok)]
             case ev.UnmapSlab(session=session):

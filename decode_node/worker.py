@@ -23,7 +23,7 @@ from common.messages import (
     PrefillFailed,
     Release,
 )
-from decode_node.events import CloseWorker, SendToWorker, UnmapSlab
+from decode_node.events import CloseWorker, SendToWorker, UnmapSlab, WorkerSuspected
 from decode_node.slots import GrantedSlot, Reservation, SlotLedger
 
 
@@ -82,11 +82,12 @@ class Worker:
         self._peer_progress = 0
         self.counters["sessions"] += 1
 
-    def suspect(self, session: str, silent: bool, now_ms: int) -> None:
+    def on_suspected(self, event: WorkerSuspected, now_ms: int) -> list[Any]:
         """The prefill node has fallen silent, or speaks again: new work waits meanwhile."""
-        if session == self.session:
-            self._suspected = silent
+        if event.session == self.session:
+            self._suspected = event.silent
             self.unusable_since_ms = now_ms
+        return []
 
     def lost(self, session: str, now_ms: int) -> tuple[list[str], list[Any]]:
         """The session has ended: ids of jobs whose future resolves PEER_LOST, and effects."""

@@ -197,7 +197,11 @@ class Device:
         slot = self.mappings[command.session].slots[record.slot]
         self.lanes[command.lane] = slot.token_ids[: record.token_count]
         code = _import_fault(record, slot)
-        return ev.ImportEnded(command.job_id, command.lane, code, "" if code is None else "bad KV", 10, 10)
+        decoding = code is None and command.job_id in self.samplers
+        if decoding:
+            self.running[command.lane] = (command.job_id, command.token_id)
+        detail = "" if code is None else "bad KV"
+        return ev.ImportEnded(command.job_id, command.lane, code, detail, 10, 10, decoding)
 
 
 def _import_fault(record: PrefillDone, slot: SlotMemory) -> ErrorCode | None:

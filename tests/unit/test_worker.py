@@ -20,7 +20,7 @@ from common.messages import (
     ShmPlane,
     SlotGrant,
 )
-from decode_node.events import CloseWorker, SendToWorker, UnmapSlab
+from decode_node.events import CloseWorker, SendToWorker, UnmapSlab, WorkerSuspected
 from decode_node.slots import Reservation
 from decode_node.worker import Worker
 from tests.devices import PROFILE
@@ -231,10 +231,10 @@ def test_the_mapping_of_an_ended_session_stays_until_its_last_survivor_is_let_go
 
 def test_silence_makes_it_unusable_until_it_speaks_again() -> None:
     worker = opened()
-    worker.suspect("s0", True, 10)
+    worker.on_suspected(WorkerSuspected("s0", True), 10)
     assert worker.usable
-    worker.suspect("s1", True, 10)
+    worker.on_suspected(WorkerSuspected("s1", True), 10)
     assert not worker.usable
     assert worker.unusable_since_ms == 10
-    worker.suspect("s1", False, 20)
+    worker.on_suspected(WorkerSuspected("s1", False), 20)
     assert worker.usable
