@@ -6,17 +6,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-import transport.client
 from tests.process.world import PREFETCH, Pair, World
-from transport.peers import LivenessTimes
-
-# A test stops nodes for longer than a client would stand; how a client gives up is tested on its own.
-PATIENT = LivenessTimes(ping_ms=200, suspect_ms=20_000, dead_after_ms=30_000, lease_ms=40_000)
-
-
-@pytest.fixture(autouse=True)
-def patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport.client, "TIMES", PATIENT)
 
 
 @pytest.fixture
