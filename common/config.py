@@ -29,11 +29,12 @@ from common.cpus import check_cpus, parse_cpus, thread_count
 from common.endpoints import check_bind_endpoint, check_connect_endpoint
 from common.engines.registry import BACKENDS, EngineSettings
 from common.errors import ConfigError
-from common.limits import SOURCE_SLOTS
+from common.limits import MAILBOX_ITEMS, SOURCE_SLOTS
 from common.prefetch_route import check_prefetch_route
 
 DURATION_MS_MAX = 24 * 3_600_000
 TOKENS_MAX = 2**20
+QUEUE_MAX = MAILBOX_ITEMS // 4  # each waiting job may put several commands into the threads' queues
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ class DecodeConfig(NodeConfig):
     on_prefill_failure: Literal["fail", "local"] = Field(
         "fail", description="when remote prefill fails: fail the request, or compute its prompt here"
     )
-    max_queue: Annotated[int, Field(ge=1, le=2**20), Flag("N")] = Field(
+    max_queue: Annotated[int, Field(ge=1, le=QUEUE_MAX), Flag("N")] = Field(
         256, description="requests that may wait; further ones are answered BUSY"
     )
     prefill_timeout_ms: Annotated[Milliseconds, Flag("MS")] = Field(

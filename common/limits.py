@@ -22,5 +22,5 @@ MAILBOX_ITEMS: Final = 65_536  # between threads; one more is a bug of ours
 SOURCE_SLOTS: Final = 1_024
 IPC_PATH_BYTES: Final = 107  # sockaddr_un
 OUTBOX_RETRY_MS: Final = 5
-STEPS_PER_CHECK: Final = 64  # a daemon checks its invariants every so many steps, and when idle
+STEPS_PER_CHECK: Final = 64  # a daemon checks its invariants every so many steps
 ORPHAN_GRACE_MS: Final = 1_000  # scheduling noise granted to a producer that was told to stop

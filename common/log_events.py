@@ -21,12 +21,9 @@ class LogEvent(StrEnum):
     NODE_NOT_PINNED = "node.not_pinned"
     SIGNAL_RECEIVED = "signal.received"
 
-    HELLO_SENT = "hello.sent"
-    HELLO_ACCEPTED = "hello.accepted"
     HELLO_REFUSED = "hello.refused"
     SESSION_OPENED = "session.opened"
     SESSION_ENDED = "session.ended"
-    SESSION_REFUSED = "session.refused"
     PEER_PROTOCOL_ERROR = "peer.protocol_error"
 
     JOB_ACCEPTED = "job.accepted"
@@ -34,12 +31,8 @@ class LogEvent(StrEnum):
     JOB_FINISHED = "job.finished"
     JOB_FAILED = "job.failed"
     SLAB_REMOVED = "slab.removed"
-    SLAB_MAPPED = "slab.mapped"
     DEPTH_CLAMPED = "prefetch.depth_clamped"
-    SLOT_ORPHANED = "slot.orphaned"
-    SLOT_FREED = "slot.freed"
 
-    PREFILL_STARTED = "prefill.started"
     PREFILL_DONE = "prefill.done"
     PREFILL_FAILED = "prefill.failed"
     PREFILL_CANCELLED = "prefill.cancelled"

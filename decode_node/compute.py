@@ -23,6 +23,8 @@ from common.engines.registry import EngineSettings, load_decode_engine
 from common.errors import ConfigError, ErrorCode
 from common.hooks import HoldPoints
 from common.kv_layout import KvLayout, chunk_bounds
+from common.log import NodeLog
+from common.log_events import LogEvent
 from common.messages import PrefillDone
 from decode_node import events as ev
 from decode_node.kv_import import KvImport
@@ -82,12 +84,14 @@ class DecodeCompute:
         settings: EngineSettings,
         mailbox: Mailbox,
         hooks: HoldPoints,
+        log: NodeLog,
         command_limit: int,
     ) -> None:
         self._settings = settings
         self._eos_token_ids: frozenset[int] = frozenset()
         self._mailbox = mailbox
         self._hooks = hooks
+        self._log = log
         self._commands: queue.Queue[Any] = queue.Queue(command_limit)
         self._running: dict[int, _Running] = {}
         self._filling: dict[int, _Filling] = {}
@@ -178,8 +182,8 @@ class DecodeCompute:
             for _ in kv.pieces():
                 self._hooks.at("import.piece")
                 yield
-        except Exception:
-            kv.code, kv.detail = ErrorCode.ENGINE_ERROR, traceback.format_exc()
+        except Exception as error:
+            kv.code, kv.detail = ErrorCode.ENGINE_ERROR, self._explain(error, command.job_id)
         decoding = kv.code is None and command.job_id in self._samplers
         if decoding:
             self._running[command.lane] = _Running(command.job_id, command.token_id)
@@ -216,9 +220,10 @@ class DecodeCompute:
             next(filling.work)
         except StopIteration:
             del self._filling[lane]
-        except Exception:
+        except Exception as error:
             del self._filling[lane]
-            self._mailbox.put(ev.LaneFailed(filling.job_id, lane, traceback.format_exc()))
+            detail = self._explain(error, filling.job_id)
+            self._mailbox.put(ev.LaneFailed(filling.job_id, lane, detail))
 
     def _start_decode(self, command: ev.StartDecode) -> None:
         self._running[command.lane] = _Running(command.job_id, command.token_id)
@@ -232,22 +237,30 @@ class DecodeCompute:
 
     def _forget_job(self, command: ev.ForgetJob) -> None:
         self._samplers.pop(command.job_id, None)
+        # A job that ended while its copy did has begun to decode; StopLane follows.
+        for lane in [lane for lane, item in self._running.items() if item.job_id == command.job_id]:
+            self._end_decode(lane)
 
     def _step_lanes(self) -> None:
-        self._hooks.at("decode.step")
         lanes = sorted(self._running)
         running = [self._running[lane] for lane in lanes]
         started_us = now_us()
         try:
+            self._hooks.at("decode.step")
             logits = self._engine.step(lanes, [item.token_id for item in running])
-        except Exception:
-            detail = traceback.format_exc()
+        except Exception as error:
+            detail = self._explain(error, running[0].job_id)
             for lane, item in zip(lanes, running, strict=True):
                 self._end_decode(lane)
                 self._mailbox.put(ev.LaneFailed(item.job_id, lane, detail))
             return
         for row, lane, item in zip(logits, lanes, running, strict=True):
             self._take_token(row, lane, item, started_us)
+
+    def _explain(self, error: Exception, job_id: str) -> str:
+        """One line for the client; the traceback is for the log."""
+        self._log.error(LogEvent.COMPUTE_FAILED, job=job_id, traceback=traceback.format_exc())
+        return f"{type(error).__name__}: {error}"
 
     def _take_token(self, row: np.ndarray, lane: int, item: _Running, started_us: int) -> None:
         try:

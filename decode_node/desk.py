@@ -93,6 +93,7 @@ class JobDesk:
         for job_id in self.clients.close(event.session):
             self.counters["jobs_cancelled"] += 1
             effects += self._retire(self._jobs[job_id], f"client gone: {event.cause}", now_ms)
+            effects.append(ev.ReportEnd(job_id, None, event.cause))
         return effects
 
     def on_client_mistake(self, event: ev.ClientMistake, now_ms: int) -> list[Any]:
@@ -197,7 +198,7 @@ class JobDesk:
         self.counters["jobs_failed"] += 1
         effects = self._retire(job, f"{code}: {detail}", now_ms)
         failed = Failed(job.label, code, detail[: limits.DETAIL_CHARACTERS], code.definite)
-        return [*effects, ev.SendToClient(job.client, failed)]
+        return [*effects, ev.SendToClient(job.client, failed), ev.ReportEnd(job.job_id, failed, "failed")]
 
     def fail_all(self, code: ErrorCode, detail: str, now_ms: int) -> list[Any]:
         """End every job; one that has yielded a token is not told that it never happened."""
@@ -217,7 +218,8 @@ class JobDesk:
         self.counters["jobs_finished"] += 1
         effects = self._retire(job, "finished", now_ms)
         finished = Finished(job.label, reason, job.path, job.usage(), job.timings())
-        return [*effects, ev.SendToClient(job.client, finished)]
+        report = ev.ReportEnd(job.job_id, finished, "finished")
+        return [*effects, ev.SendToClient(job.client, finished), report]
 
     def _retire(self, job: Job, cause: str, now_ms: int) -> list[Any]:
         """The one way out: release everything the job holds, and forget it. The caller answers the client.
@@ -247,4 +249,5 @@ class JobDesk:
     def _rejected(self, session: str, label: str, code: ErrorCode, detail: str) -> ev.SendToClient:
         self.counters["jobs_rejected"] += 1
         retry_ms = BUSY_RETRY_MS if code is ErrorCode.BUSY else None
-        return ev.SendToClient(session, Rejected(label, code, detail, retry_ms))
+        cut = detail[: limits.DETAIL_CHARACTERS]
+        return ev.SendToClient(session, Rejected(label, code, cut, retry_ms))

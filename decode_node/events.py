@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ErrorCode
-from common.messages import Hello, HelloOk, HelloRefused, PrefillDone, Submit
+from common.messages import Failed, Finished, Hello, HelloOk, HelloRefused, PrefillDone, Submit
 from common.sampling import SamplingParams
 
 
@@ -296,6 +296,15 @@ class ForgetJob:
 
     job_id: str
     known_to_compute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReportEnd:
+    """A job has ended, for the log. answer: what its client was told, None when the client is gone."""
+
+    job_id: str
+    answer: Finished | Failed | None
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)

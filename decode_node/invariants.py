@@ -7,7 +7,7 @@ and then. It re-derives from the parts what each of them claims, and must never 
 from typing import TYPE_CHECKING
 
 from common.errors import check
-from common.lifecycle import JobState
+from common.lifecycle import JobState, LaneState, SlotState
 
 if TYPE_CHECKING:
     from decode_node.core import DecodeCore
@@ -31,3 +31,12 @@ def check_decode_core(core: "DecodeCore") -> None:
             check(slot is not None and slot.job_id == job.job_id, "INV-2: a job without its slot")
         if job.lane is not None:
             check(lanes[job.lane].job_id == job.job_id, "INV-2: a job without its lane")
+    for slot in (*ledger.slots(), *ledger.survivors()):
+        if slot.state in (SlotState.PRODUCING, SlotState.READY):
+            job = core.desk.get(slot.job_id)
+            held = job is not None and job.reservation == slot.reservation
+            check(held, "INV-4: a slot is kept for a job that does not hold it")
+    for lane in lanes:
+        if lane.state in (LaneState.PREFILLING, LaneState.DECODING):
+            job = core.desk.get(lane.job_id)
+            check(job is not None and job.lane == lane.index, "INV-4: a lane is kept for a job that left it")

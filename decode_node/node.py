@@ -12,7 +12,7 @@ from common import limits
 from common.compatibility import profile_of
 from common.config import DecodeConfig
 from common.cpus import pin_process
-from common.errors import ConfigError, ExitStatus
+from common.errors import ConfigError, ErrorCode, ExitStatus
 from common.hooks import HoldPoints
 from common.ids import new_job_id, new_session_id
 from common.kv_layout import KvLayout
@@ -61,14 +61,13 @@ class DecodeNode:
 
     def bind(self, loop: Loop) -> str:
         pin_process(self._config.cpus, self._log)
-        self._loop = loop
         link = RouterLink(self._context, self._config.bind)
         self._clients = ControlPort(link, give_up_ms=self._config.lease_ms)
-        loop.watch(link.sockets)
+        self._loop = loop
         self._mailbox = Mailbox(loop.wakeup)
         settings = self._config.engine_settings()
         command_limit = limits.MAILBOX_ITEMS
-        self._compute = DecodeCompute(settings, self._mailbox, self._hooks, command_limit)
+        self._compute = DecodeCompute(settings, self._mailbox, self._hooks, self._log, command_limit)
         self._text = TextThread(settings, self._mailbox, self._hooks, command_limit)
         self._log.info(LogEvent.NODE_LOADING, backend=self._config.backend, model=self._config.model)
         self._compute.start()
@@ -86,6 +85,8 @@ class DecodeNode:
         return True
 
     def _begin(self, engine: EngineLoaded, tokenizer: TokenizerLoaded) -> None:
+        # Not before: a HELLO that waits for the engine would end every poll.
+        self._loop.watch(self._clients.link.sockets)
         config, capabilities = self._config, engine.capabilities
         self._compute.use_eos(tokenizer.eos_token_ids)
         settings = DecodeSettings(
@@ -171,6 +172,8 @@ class DecodeNode:
                 self._log.warning(
                     LogEvent.HELLO_REFUSED, peer=self._config.pd_prefill_worker, detail=refusal.detail
                 )
+            case ev.ReportEnd():
+                self._log_end(effect)
             case ev.ExitNode(status=status, reason=reason):
                 self.leaving = (status, reason)
         return []
@@ -214,9 +217,13 @@ class DecodeNode:
                 self._log.info(LogEvent.JOB_ACCEPTED, job=job_id, prompt_tokens=tokens)
             case Rejected(code=code, detail=detail):
                 self._log.warning(LogEvent.JOB_REJECTED, code=code, detail=detail)
+
+    def _log_end(self, end: ev.ReportEnd) -> None:
+        match end.answer:
             case Finished(reason=reason, path=path, usage=usage, timings=timings):
                 self._log.info(
                     LogEvent.JOB_FINISHED,
+                    job=end.job_id,
                     reason=reason,
                     path=path,
                     prompt_tokens=usage.prompt_tokens,
@@ -225,7 +232,11 @@ class DecodeNode:
                     stages_ms=timings.stages_ms,
                 )
             case Failed(code=code, detail=detail):
-                self._log.warning(LogEvent.JOB_FAILED, code=code, detail=detail)
+                self._log.info(LogEvent.JOB_FAILED, job=end.job_id, code=code, detail=detail)
+            case None:
+                self._log.info(
+                    LogEvent.JOB_FAILED, job=end.job_id, code=ErrorCode.CLIENT_GONE, detail=end.cause
+                )
 
     def flush(self, now_ms: int) -> list[Any]:
         events: list[Any] = list(self._clients.flush(now_ms))

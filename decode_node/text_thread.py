@@ -89,9 +89,10 @@ class TextThread:
         try:
             self._hooks.at("text.prepare")
             self._mailbox.put(self._prepared(command))
-        except Exception:
-            # The tokenizer is foreign code fed with foreign text: its failure is this job's alone.
-            detail = "the tokenizer failed on this prompt: " + traceback.format_exc(limit=-1)
+        except BaseException as error:
+            # The tokenizer is foreign code fed with foreign text: its failure, a panic too, is this job's
+            # alone. Its words may quote the prompt.
+            detail = f"the tokenizer failed on this prompt ({type(error).__name__})"
             self._mailbox.put(ev.SubmissionRefused(command.job_id, ErrorCode.INVALID_REQUEST, detail))
 
     def _prepared(self, command: ev.PrepareSubmission) -> Any:
@@ -120,8 +121,9 @@ class TextThread:
             delta = stream.push((command.token_id,))
             flush = command.final and not delta.stopped
             text = delta.text + (stream.finish().text if flush else "")
-        except Exception:
-            self._mailbox.put(ev.TextFailed(command.job_id, traceback.format_exc(limit=-1)))
+        except BaseException as error:
+            detail = f"the tokenizer failed on this answer ({type(error).__name__})"
+            self._mailbox.put(ev.TextFailed(command.job_id, detail))
             return
         self._mailbox.put(
             ev.TextProduced(command.job_id, (command.token_id,), text, delta.stopped, command.final)

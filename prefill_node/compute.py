@@ -21,6 +21,8 @@ from common.engines.registry import EngineSettings, load_prefill_engine
 from common.errors import ConfigError, ErrorCode
 from common.hooks import HoldPoints
 from common.kv_layout import KvLayout, chunk_bounds
+from common.log import NodeLog
+from common.log_events import LogEvent
 from prefill_node.events import ChunkComputed, ComputeFailed, RunChunk
 from transport.loop import Mailbox
 from transport.slab import Slab
@@ -45,10 +47,11 @@ class EngineFailed:
 class PrefillCompute:
     """The one thread that may use the engine."""
 
-    def __init__(self, settings: EngineSettings, mailbox: Mailbox, hooks: HoldPoints) -> None:
+    def __init__(self, settings: EngineSettings, mailbox: Mailbox, hooks: HoldPoints, log: NodeLog) -> None:
         self._settings = settings
         self._mailbox = mailbox
         self._hooks = hooks
+        self._log = log
         self._commands: queue.Queue[RunChunk | None] = queue.Queue(_COMMANDS)
         self._slab: Slab | None = None
         self._layout: KvLayout | None = None
@@ -97,8 +100,10 @@ class PrefillCompute:
     def _answer(self, engine: PrefillEngine, command: RunChunk) -> Any:
         try:
             return self._compute(engine, command)
-        except Exception:
-            return ComputeFailed(command.slot, command.epoch, traceback.format_exc())
+        except Exception as error:
+            trace = traceback.format_exc()
+            self._log.error(LogEvent.COMPUTE_FAILED, job=command.job_id, traceback=trace)
+            return ComputeFailed(command.slot, command.epoch, f"{type(error).__name__}: {error}")
 
     def _compute(self, engine: PrefillEngine, command: RunChunk) -> ChunkComputed | ComputeFailed:
         if not command.digests:

@@ -8,11 +8,10 @@ compute.
 from collections.abc import Iterator
 from typing import Any
 
-from common import limits
 from common.compatibility import profile_of
 from common.config import PrefillConfig
 from common.cpus import pin_process
-from common.errors import ConfigError, ExitStatus
+from common.errors import ConfigError, ErrorCode, ExitStatus
 from common.hooks import HoldPoints
 from common.ids import new_session_id
 from common.log import NodeLog
@@ -55,9 +54,9 @@ class PrefillNode:
             self._log.info(LogEvent.SLAB_REMOVED, slab=name)
         link = RouterLink(self._context, self._config.bind)
         self._port = ControlPort(link, give_up_ms=self._config.lease_ms)
-        loop.watch(link.sockets)
+        self._loop = loop
         self._mailbox = Mailbox(loop.wakeup)
-        self._compute = PrefillCompute(self._config.engine_settings(), self._mailbox, self._hooks)
+        self._compute = PrefillCompute(self._config.engine_settings(), self._mailbox, self._hooks, self._log)
         self._log.info(LogEvent.NODE_LOADING, backend=self._config.backend, model=self._config.model)
         self._compute.start()
         return link.endpoint
@@ -72,6 +71,8 @@ class PrefillNode:
         return False
 
     def _begin(self, loaded: EngineLoaded) -> None:
+        # Not before: a HELLO that waits for the engine would end every poll.
+        self._loop.watch(self._port.link.sockets)
         config, capabilities = self._config, loaded.capabilities
         layout = capabilities.layout
         self._slab = Slab(config.source_slots, layout.slot_bytes)
@@ -125,13 +126,14 @@ class PrefillNode:
                 compute_us=message.compute_us,
             )
         elif isinstance(message, PrefillFailed):
-            self._log.warning(
-                LogEvent.PREFILL_FAILED,
+            cancelled = message.code is ErrorCode.CANCELLED
+            self._log.info(
+                LogEvent.PREFILL_CANCELLED if cancelled else LogEvent.PREFILL_FAILED,
                 job=message.job_id,
                 slot=message.slot,
                 epoch=message.epoch,
                 code=message.code,
-                detail=message.detail[-limits.DETAIL_CHARACTERS :],
+                detail=message.detail,
             )
 
     def flush(self, now_ms: int) -> list[Any]:

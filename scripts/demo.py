@@ -29,12 +29,12 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import ExitStatus, TandemError
-from common.flow_shop import makespan, plain_sum
 from common.messages import Finished
-from common.timeline import draw, letter, rows_of
-from transport.batch import Batch, BatchJob, Outcome
 from transport.client import Client
-from transport.pair import Pair, PairPlan
+from transport.launch.batch import Batch, BatchJob, Outcome
+from transport.launch.flow_shop import makespan, plain_sum
+from transport.launch.pair import Pair, PairPlan
+from transport.launch.timeline import draw, letter, rows_of
 
 PROMPTS = Path(__file__).with_name("demo_prompts.jsonl")
 ANSWER_TOKENS = 24

@@ -18,18 +18,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+try:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from common.config import DecodeConfig
-from common.endpoints import check_connect_endpoint
-from common.errors import ConfigError, ErrorCode, ExitStatus, NodeUnavailable, TandemError
-from common.limits import CONTROL_MESSAGE_BYTES, JOBS_PER_CLIENT
-from common.messages import Finished
-from common.sampling import SamplingParams
-from transport.batch import Batch, BatchJob, Outcome
-from transport.client import Client
-from transport.run_directory import running_pairs
+    from common.config import DecodeConfig
+    from common.endpoints import check_connect_endpoint
+    from common.errors import ConfigError, ErrorCode, ExitStatus, NodeUnavailable, TandemError
+    from common.limits import CONTROL_MESSAGE_BYTES, JOBS_PER_CLIENT
+    from common.messages import Finished
+    from common.sampling import SamplingParams
+    from transport.client import Client
+    from transport.launch.batch import Batch, BatchJob, Outcome
+    from transport.launch.run_directory import running_pairs
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is missing: run scripts/demo.sh once, then .venv/bin/python scripts/send.py")
 
 SAMPLING = tuple(field.name for field in fields(SamplingParams))
 SOURCES = ("prompt", "messages", "prompt_ids")

@@ -11,9 +11,12 @@ import signal
 import sys
 from types import FrameType
 
-from common.clock import pause_ms
-from common.errors import ConfigError, ExitStatus, TandemError
-from transport.pair import BACKENDS, Pair, PairPlan
+try:
+    from common.clock import pause_ms
+    from common.errors import ConfigError, ExitStatus, TandemError
+    from transport.launch.pair import BACKENDS, Pair, PairPlan
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is missing: run scripts/demo.sh once, then .venv/bin/python scripts/up.py")
 
 EXTRA = {"--prefill-args": "prefill_extra", "--decode-args": "decode_extra"}
 TURN_MS = 50

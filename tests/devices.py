@@ -165,6 +165,7 @@ class Device:
                 return ev.LaneStopped(lane)
             case ev.ForgetJob(job_id=job_id):
                 self.samplers.pop(job_id, None)
+                self.running = {lane: item for lane, item in self.running.items() if item[0] != job_id}
         return None
 
     def step(self) -> list[ev.TokenSampled]:

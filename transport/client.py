@@ -1,7 +1,7 @@
 """A client of a decode node (or, for STATUS alone, of a prefill node).
 
 Decides nothing about jobs: it keeps one session, sends SUBMIT and CANCEL, and hands out what comes back, job
-by job. Used by the scripts, the tests and the gateway. One thread owns a client; it must come back to
+by job. Used by the scripts and the tests. One thread owns a client; it must come back to
 `events` more often than the node's lease, because that is where signs of life are sent. A session is never
 resumed: when it ends, every live job of it is reported as failed, and the next call opens a new one.
 """

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -91,7 +92,10 @@ class Daemon:
         except InvariantViolation as error:
             self._log.error(LogEvent.INVARIANT_VIOLATED, detail=str(error))
             status, reason = ExitStatus.INVARIANT, str(error)
-        orderly = self._ready and status in (ExitStatus.OK, ExitStatus.REFUSED)
+        except Exception as error:
+            self._log.error(LogEvent.NODE_FAILED, detail=traceback.format_exc())
+            status, reason = ExitStatus.INVARIANT, repr(error)
+        orderly = self._ready and status == ExitStatus.OK
         self._node.close(orderly)
         self._log.info(LogEvent.NODE_STOPPED, status=int(status), reason=reason)
         self._log.close()

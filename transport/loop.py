@@ -67,7 +67,7 @@ class Mailbox:
         """Run a thread's work; an exception out of it reaches the loop as an invariant violation."""
         try:
             work()
-        except Exception:
+        except BaseException:  # a panic in native code is no Exception
             self.put(ThreadDied(traceback.format_exc()))
 
     def take(self) -> list[Any]:

@@ -170,8 +170,8 @@ def remove_stale_slabs() -> list[str]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
             removed.append(path.name)
-        except BlockingIOError:
-            continue
+        except OSError:
+            continue  # its creator lives, or it is not ours to remove
         finally:
             os.close(descriptor)
     return removed

@@ -7,7 +7,7 @@ that `common.messages` uses are known; any other fails at import, never on the w
 """
 
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from enum import StrEnum
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -126,9 +126,6 @@ def _map(read_item: Reader) -> Reader:
 
 def _record(cls: type) -> Reader:
     readers = {name: reader_of(hint) for name, hint in get_type_hints(cls, include_extras=True).items()}
-    required = {
-        item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING
-    }
 
     def read(value: Any) -> Any:
         if type(value) is not dict:
@@ -142,8 +139,8 @@ def _record(cls: type) -> Reader:
                 arguments[name] = read_item(item)
             except WrongValue as error:
                 raise WrongValue(f".{name}{error}") from None
-        if len(arguments) < len(readers) and not required <= arguments.keys():
-            raise WrongValue(f": field {min(required - arguments.keys())} is missing")
+        if len(arguments) < len(readers):
+            raise WrongValue(f": field {min(readers.keys() - arguments.keys())} is missing")
         return cls(**arguments)
 
     return read

@@ -17,8 +17,8 @@ from common.errors import NodeUnavailable
 from common.ids import new_incarnation
 from common.messages import Hello, HelloOk, Ping, Role
 from transport.codec import Header, decode, encode
+from transport.launch.pair import BACKENDS, Pair, PairPlan
 from transport.link import DealerLink
-from transport.pair import BACKENDS, Pair, PairPlan
 from transport.zmq_sockets import new_context
 
 ANSWER_MS = 5_000

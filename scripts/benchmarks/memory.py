@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.figures import even, prompts
-from transport.batch import Batch, BatchJob
 from transport.client import Client
-from transport.pair import BACKENDS, Pair, PairPlan
+from transport.launch.batch import Batch, BatchJob
+from transport.launch.pair import BACKENDS, Pair, PairPlan
 
 MODEL = "SmolLM2-135M-Instruct"
 

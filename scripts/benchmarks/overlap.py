@@ -17,12 +17,12 @@ from rich.table import Table
 
 from benchmarks.figures import even, percentile, prompts, spread
 from common.clock import now_us
-from common.errors import NodeUnavailable
-from common.flow_shop import makespan, plain_sum
+from common.errors import ConfigError, NodeUnavailable, TandemError
 from common.messages import Finished
-from transport.batch import Batch, BatchJob
 from transport.client import Client
-from transport.pair import BACKENDS, Pair, PairPlan
+from transport.launch.batch import Batch, BatchJob
+from transport.launch.flow_shop import makespan, plain_sum
+from transport.launch.pair import BACKENDS, Pair, PairPlan
 
 MODEL = "SmolLM2-135M-Instruct"
 
@@ -52,6 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    if options.repeats < 3:
+        raise ConfigError("--repeats: a median needs at least 3 runs of each arm")
     jobs = _jobs(options)
     arms: dict[tuple[int, str], list[Run]] = {
         (clients, arm): [] for clients in (1, 4) for arm in ("off", "on")
@@ -72,6 +74,8 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                 progress.advance(bar)
     figures = _figures(arms)
     _show(figures, console)
+    if not figures["tokens_equal"]:
+        raise TandemError("the runs gave different tokens")
     return figures
 
 

@@ -15,9 +15,9 @@ from common.engines.model_fetch import fetch_named_model
 from common.engines.model_files import ModelFiles
 from common.messages import Finished
 from tests.equivalence.test_torch_engine import TEXT
-from transport.batch import Batch, BatchJob, Outcome
 from transport.client import Client
-from transport.pair import Pair, PairPlan
+from transport.launch.batch import Batch, BatchJob, Outcome
+from transport.launch.pair import Pair, PairPlan
 
 pytestmark = pytest.mark.real_model
 

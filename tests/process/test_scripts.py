@@ -18,7 +18,7 @@ import pytest
 
 from common.clock import now_ms, pause_ms
 from transport.client import Client
-from transport.daemon_process import DaemonProcess
+from transport.launch.daemon_process import DaemonProcess
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_MS = 30_000

@@ -98,10 +98,11 @@ def test_there_are_golden_bytes_for_every_type_and_no_other() -> None:
     assert names == SAMPLE_IDS
 
 
-def test_fields_with_a_default_may_be_left_out() -> None:
+def test_a_field_with_a_default_may_not_be_left_out_either() -> None:
     body = {"incarnation": "i", "attempt": 1, "role": "client"}
-    assert decode(frames_with(ms.Hello, body))[1] == ms.Hello("i", 1, ms.Role.CLIENT, None)
-    assert decode(frames_with(ms.Submit, {"label": "a"}))[1] == ms.Submit("a", None, None, None, {})
+    with pytest.raises(PeerProtocolError, match="field profile is missing"):
+        decode(frames_with(ms.Hello, body))
+    assert decode(frames_with(ms.Hello, body | {"profile": None}))[1] == ms.Hello("i", 1, ms.Role.CLIENT)
 
 
 def test_what_is_no_message_is_our_own_bug() -> None:

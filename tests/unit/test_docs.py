@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from common.log_events import LogEvent
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
@@ -38,3 +40,11 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
     ]
 
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_documented_log_event_is_written_somewhere() -> None:
+    folders = ("common", "transport", "prefill_node", "decode_node")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    text = "".join(path.read_text() for path in sources if path.name != "log_events.py")
+
+    assert [event.name for event in LogEvent if f"LogEvent.{event.name}" not in text] == []

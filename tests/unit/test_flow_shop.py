@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.flow_shop import makespan, plain_sum
+from transport.launch.flow_shop import makespan, plain_sum
 
 DURATIONS = st.lists(
     st.tuples(st.integers(1, 20).map(float), st.integers(1, 20).map(float)), min_size=1, max_size=8

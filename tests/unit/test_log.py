@@ -91,8 +91,8 @@ def test_a_terminal_gets_text_and_a_pipe_gets_json() -> None:
 def test_entries_below_the_level_are_left_out() -> None:
     stream = io.StringIO()
     log = new_log(stream, level="warning")
-    log.debug(LogEvent.SLOT_FREED)
-    log.info(LogEvent.SLOT_FREED)
+    log.debug(LogEvent.SESSION_OPENED)
+    log.info(LogEvent.SESSION_OPENED)
     log.warning(LogEvent.PEER_PROTOCOL_ERROR)
     log.error(LogEvent.COMPUTE_FAILED)
     assert [entry["level"] for entry in entries(stream)] == ["warning", "error"]

@@ -2,10 +2,10 @@
 
 import pytest
 
-import transport.pair
+import transport.launch.pair
 from common.command_line import parse
 from common.config import DecodeConfig, PrefillConfig
-from transport.pair import BACKENDS, PairPlan, split_cpus
+from transport.launch.pair import BACKENDS, PairPlan, split_cpus
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_every_cpu_goes_to_one_node(
     monkeypatch: pytest.MonkeyPatch, cpus: set[int], prefill: tuple[int, ...], decode: tuple[int, ...]
 ) -> None:
     # CPUs that do not exist have no topology; 0 and 1 are split also where they are one core.
-    monkeypatch.setattr(transport.pair, "available_cpus", lambda: frozenset(cpus))
+    monkeypatch.setattr(transport.launch.pair, "available_cpus", lambda: frozenset(cpus))
     assert split_cpus() == (prefill, decode)
 
 

@@ -9,7 +9,13 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from common.errors import ConfigError
-from transport.run_directory import KEPT_LOGS, RunDirectory, RunningPair, running_pairs, runtime_directory
+from transport.launch.run_directory import (
+    KEPT_LOGS,
+    RunDirectory,
+    RunningPair,
+    running_pairs,
+    runtime_directory,
+)
 
 PAIR = RunningPair("ipc:///d", "ipc:///p", "model")
 

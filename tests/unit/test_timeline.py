@@ -1,7 +1,7 @@
 """The timeline: from a job's stages to the rows of both nodes."""
 
 from common.messages import Timings
-from common.timeline import IDLE, Interval, draw, letter, rows_of
+from transport.launch.timeline import IDLE, Interval, draw, letter, rows_of
 
 
 def timings(prefill_busy_us: int = 0, **stages_ms: int) -> Timings:

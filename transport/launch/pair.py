@@ -15,8 +15,8 @@ from common.clock import now_ms, pause_ms
 from common.cpus import available_cpus
 from common.errors import NodeUnavailable, TandemError
 from transport.client import Client
-from transport.daemon_process import DaemonProcess
-from transport.run_directory import RunDirectory, RunningPair, remove_socket
+from transport.launch.daemon_process import DaemonProcess
+from transport.launch.run_directory import RunDirectory, RunningPair, remove_socket
 
 BACKENDS = {"torch": ("torch", "torch"), "emulated": ("emulated", "emulated"), "npu": ("rngd", "atom")}
 """Kinds of pair: the backend of the prefill node, the backend of the decode node."""
@@ -24,6 +24,7 @@ BACKENDS = {"torch": ("torch", "torch"), "emulated": ("emulated", "emulated"), "
 READY_MS = 300_000
 STOP_MS = 45_000
 _TURN_MS = 20
+_ASK_MS = 300
 _LAST_LINES = 8
 
 
@@ -136,11 +137,22 @@ class Pair:
         deadline_ms = now_ms() + timeout_ms
         while not all(daemon.ready() for daemon in self.daemons):
             self._turn(turn, deadline_ms)
-        with Client(self.decode_endpoint, max(1, deadline_ms - now_ms())) as client:
-            while not (status := client.status(max(1, deadline_ms - now_ms())))["accepting"]:
-                if status["worker_refusal"]:
-                    raise NodeUnavailable(f"the nodes do not fit together: {status['worker_refusal']}")
-                self._turn(turn, deadline_ms)
+        while not self._accepts():
+            self._turn(turn, deadline_ms)
+
+    def _accepts(self) -> bool:
+        """Whether the decode node takes jobs; asked in short, so that the end of a node shows at once.
+
+        Raises NodeUnavailable when the prefill node has refused it for good.
+        """
+        try:
+            with Client(self.decode_endpoint, connect_timeout_ms=_ASK_MS) as client:
+                status = client.status(timeout_ms=_ASK_MS)
+        except NodeUnavailable:
+            return False
+        if status["worker_refusal"] and not status["accepting"]:
+            raise NodeUnavailable(f"the nodes do not fit together: {status['worker_refusal']}")
+        return status["accepting"]
 
     def _turn(self, turn: Callable[[], None], deadline_ms: int) -> None:
         self.check()

@@ -1,10 +1,10 @@
 """Becomes another program that ends with the process which started it.
 
-`python -m transport.bound_child PARENT COMMAND...` asks the kernel for a SIGTERM at the parent's death, then
-it is COMMAND. Run by `transport/daemon_process.py` for every daemon, so that a launcher that is killed leaves
-nothing running. It must never fork: the request belongs to this very process. It is a program of its own
-because code between fork and exec is not safe beside threads. Only Linux can do this; elsewhere COMMAND just
-runs.
+`python -m transport.launch.bound_child PARENT COMMAND...` asks the kernel for a SIGTERM at the parent's
+death, then it is COMMAND. Run by `transport/daemon_process.py` for every daemon, so that a launcher that is
+killed leaves nothing running. It must never fork: the request belongs to this very process. It is a program
+of its own because code between fork and exec is not safe beside threads. Only Linux can do this; elsewhere
+COMMAND just runs.
 """
 
 import ctypes

@@ -2,8 +2,8 @@
 
 Decides how a daemon is started (a process group of its own, bound to the launcher's life, stdout and stderr
 in files), how its ready line is read, and how its end and its log are told to a person. Used by
-`transport/pair.py` alone. It must never read from the daemon over a pipe: a launcher that dies must not take
-the daemon's log, or its orderly end, with it.
+`transport/launch/pair.py` alone. It must never read from the daemon over a pipe: a launcher that dies must
+not take the daemon's log, or its orderly end, with it.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 from common.clock import now_ms, pause_ms
 from common.errors import ExitStatus
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _POLL_MS = 10
 _HIDDEN = ("ts", "level", "event", "node", "incarnation")
 _LEVELS = ("debug", "info", "warning", "error")
@@ -37,7 +37,7 @@ class DaemonProcess:
         paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
         with self.log_path.open("wb") as log, self._output_path.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "transport.bound_child", str(os.getpid()), *command],
+                [sys.executable, "-m", "transport.launch.bound_child", str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=log,

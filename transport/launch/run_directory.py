@@ -1,9 +1,9 @@
 """Where a pair's sockets and logs are, and which pairs are running.
 
 Decides the runtime directory of a user, the private directory of each pair in it, and what becomes of those
-whose launcher has died. Used by `transport/pair.py` and, to find a running pair, by `scripts/send.py`. A pair
-is alive while its launcher holds the lock of its directory, so no process id is ever trusted. It must never
-remove a socket that a daemon still listens on.
+whose launcher has died. Used by `transport/launch/pair.py` and, to find a running pair, by `scripts/send.py`.
+A pair is alive while its launcher holds the lock of its directory, so no process id is ever trusted. It must
+never remove a socket that a daemon still listens on.
 """
 
 import fcntl

@@ -1,0 +1,125 @@
+"""The decode node's compute thread, driven by hand: what it does with a lane when commands cross.
+
+The thread is not started; the test calls what the thread would call, in the order it wants to see.
+"""
+
+import io
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from common.engines.registry import EngineSettings, load_decode_engine, load_prefill_engine
+from common.hooks import HoldPoints
+from common.log import NodeLog
+from common.messages import PrefillDone
+from common.sampling import SamplingParams
+from decode_node import events as ev
+from decode_node.compute import DecodeCompute, ImportFrom
+from prefill_node.compute import PrefillCompute
+from prefill_node.events import RunChunk
+from tests.oracle import expected_tokens
+from transport.loop import Mailbox, Wakeup
+from transport.slab import Slab, SlabView
+
+SETTINGS = EngineSettings(
+    backend="emulated", model="", emulated_prefill_tokens_per_s=1e9, emulated_decode_ms=1e-3
+)
+PROMPT = list(range(40, 100))
+SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+class Bench:
+    """A slab with one finished production, and a compute thread that the test plays."""
+
+    def __init__(self, slab: Slab, wakeup: Wakeup) -> None:
+        self.mailbox = Mailbox(wakeup)
+        log = NodeLog(node="decode", incarnation="test", stream=io.StringIO())
+        hooks = HoldPoints(None, log)
+        engine = load_prefill_engine(SETTINGS)
+        engine.attach([slab.slot(0)])
+        producer = PrefillCompute(SETTINGS, self.mailbox, hooks, log)
+        producer.attach(slab, engine.capabilities.layout)
+        prompt = np.array(PROMPT, dtype="<i4").tobytes()
+        chunk = producer._compute(engine, RunChunk("job", 0, 1, prompt, 0, 0, len(PROMPT), ()))
+        engine.attach([])
+        self.layout = engine.capabilities.layout
+        self.view = SlabView(slab.name, 1, slab.slot_bytes)
+        self.record = PrefillDone(
+            "job",
+            0,
+            1,
+            "",
+            len(PROMPT),
+            128,
+            0,
+            (chunk.digest,),
+            chunk.logits,
+            chunk.logits_digest,
+            0,
+            0,
+        )
+        self.compute = DecodeCompute(SETTINGS, self.mailbox, hooks, log, command_limit=8)
+        self.compute._engine = load_decode_engine(SETTINGS)
+
+    def sample_and_import(self) -> list[object]:
+        """Until the copy has ended and decode has begun; what compute said."""
+        self.compute._sample_first(ev.SampleFirst("job", self.record, SAMPLING))
+        first = expected_tokens(PROMPT, 1)[0]
+        self.compute._start_import(ImportFrom("job", 0, self.view, self.layout, self.record, first))
+        while self.compute._filling:
+            self.compute._fill(0)
+        return self.mailbox.take()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    layout = load_prefill_engine(SETTINGS).capabilities.layout
+    slab, wakeup = Slab(1, layout.slot_bytes), Wakeup()
+    yield Bench(slab, wakeup)
+    slab.unlink()
+    wakeup.close()
+
+
+def test_a_good_copy_is_decoded_without_another_word(bench: Bench) -> None:
+    sampled, ended = bench.sample_and_import()
+    for _ in range(3):
+        bench.compute._work()
+    steps = bench.mailbox.take()
+
+    assert (ended.code, ended.decoding) == (None, True)
+    assert [sampled.token_id, *(step.token_id for step in steps)] == expected_tokens(
+        PROMPT, 4, ignore_eos=True
+    )
+    assert steps[-1].finish_reason == "length"
+
+
+def test_a_job_forgotten_between_its_copy_and_its_first_step_is_not_decoded(bench: Bench) -> None:
+    bench.sample_and_import()
+    bench.compute._forget_job(ev.ForgetJob("job", known_to_compute=True))
+    bench.compute._work()
+    bench.compute._stop_lane(ev.StopLane(0))
+
+    assert bench.mailbox.take() == [ev.LaneStopped(0)]
+
+
+def test_a_job_forgotten_during_its_copy_ends_with_the_copy(bench: Bench) -> None:
+    bench.compute._sample_first(ev.SampleFirst("job", bench.record, SAMPLING))
+    bench.compute._start_import(ImportFrom("job", 0, bench.view, bench.layout, bench.record, 0))
+    bench.compute._forget_job(ev.ForgetJob("job", known_to_compute=True))
+    while bench.compute._filling:
+        bench.compute._fill(0)
+    bench.compute._work()
+
+    ended = bench.mailbox.take()[-1]
+    assert (ended.code, ended.decoding) == (None, False)
+
+
+def test_a_slot_that_was_given_away_is_refused_as_stale(bench: Bench) -> None:
+    stale = PrefillDone(
+        **{name: getattr(bench.record, name) for name in bench.record.__slots__} | {"epoch": 7}
+    )
+    bench.record = stale
+    ended = bench.sample_and_import()[-1]
+
+    assert (ended.code, ended.decoding) == ("KV_STALE", False)
