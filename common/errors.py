@@ -113,7 +113,7 @@ _ADVICE = {
     ErrorCode.INVALID_REQUEST: "correct the request",
     ErrorCode.EMPTY_PROMPT: "send at least one token",
     ErrorCode.TOKEN_OUT_OF_RANGE: "use token ids of the served model",
-    ErrorCode.CONTEXT_LENGTH_EXCEEDED: "shorten the prompt or lower max_tokens",
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: "shorten prompt or answer, or raise --max-tokens on both nodes",
     ErrorCode.INVALID_SAMPLING: "correct the sampling field",
     ErrorCode.DUPLICATE_ID: "use a label that none of your live jobs has",
     ErrorCode.BUSY: "retry after the hinted delay",

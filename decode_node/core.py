@@ -24,7 +24,7 @@ from decode_node.lanes import Lane, Lanes
 from decode_node.record import record_problem
 from decode_node.scheduler import Decision, ImportInto, PrefillLocally, Route, Scheduler, SendPrefill
 from decode_node.settings import DecodeSettings
-from decode_node.status import decode_status
+from decode_node.status import HANDOFF_COUNTERS, decode_status
 from decode_node.worker import Worker
 
 
@@ -46,8 +46,7 @@ class DecodeCore:
         self.worker = Worker(settings.dead_after_ms)
         self.desk = JobDesk(settings, self.scheduler, self.worker, self.lanes, new_session_id, new_job_id)
         self.refusal = ""
-        names = ("remote_imports", "prefetches", "kv_refused", "local_prefill_tokens")
-        self.counters = dict.fromkeys(names, 0)
+        self.counters = dict.fromkeys(HANDOFF_COUNTERS, 0)
         self.watch = ComputeWatch(settings.stall_ms, self.lanes)
         self._drain_deadline_ms: int | None = None
         self._exited = False
@@ -358,8 +357,9 @@ class DecodeCore:
         ):
             if now_ms < self._wait_deadline_ms(head):
                 break
-            detail = f"no prefill node was usable for {self.settings.prefill_wait_ms} ms. {self.refusal}"
-            effects += self.desk.fail(head, ErrorCode.NO_PREFILL_NODE, detail.strip(), now_ms)
+            reason = f" ({self.refusal})" if self.refusal else ""
+            detail = f"no prefill node was usable for {self.settings.prefill_wait_ms} ms{reason}"
+            effects += self.desk.fail(head, ErrorCode.NO_PREFILL_NODE, detail, now_ms)
         return effects
 
     def _on_job_deadline(self, job_id: str, kind: str, now_ms: int) -> list[Any]:

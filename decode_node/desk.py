@@ -92,6 +92,7 @@ class JobDesk:
         effects = []
         for job_id in self.clients.close(event.session):
             self.counters["jobs_cancelled"] += 1
+            self.counters["jobs_failed"] += 1
             effects += self._retire(self._jobs[job_id], f"client gone: {event.cause}", now_ms)
             effects.append(ev.ReportEnd(job_id, None, event.cause))
         return effects

@@ -57,19 +57,21 @@ class SlotLedger:
         self._incarnation = ""
         self.granted_count = 0
 
-    def open(self, session: str, incarnation: str, grants: tuple[SlotGrant, ...]) -> None:
+    def open(self, session: str, incarnation: str, grants: tuple[SlotGrant, ...], now_ms: int = 0) -> None:
         """Begin the ledger of a new session."""
         check(self._session is None, "a session opened while another one is open")
         self._session = session
         self._incarnation = incarnation
-        self.grant(grants)
+        self.grant(grants, now_ms)
 
-    def grant(self, grants: tuple[SlotGrant, ...]) -> bool:
+    def grant(self, grants: tuple[SlotGrant, ...], now_ms: int = 0) -> bool:
         """Take more slots; False when one of them was granted already: the peer's mistake."""
         if any(grant.slot in self._slots for grant in grants):
             return False
         for grant in grants:
-            slot = GrantedSlot(self._session, self._incarnation, grant.slot, grant.last_epoch)
+            slot = GrantedSlot(
+                self._session, self._incarnation, grant.slot, grant.last_epoch, since_ms=now_ms
+            )
             self._slots[grant.slot] = slot
         self.granted_count += len(grants)
         return True

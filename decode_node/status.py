@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from decode_node.core import DecodeCore
 
+HANDOFF_COUNTERS = ("remote_imports", "prefetches", "kv_refused", "local_prefill_tokens")
+
 
 def decode_status(core: "DecodeCore", now_ms: int) -> dict[str, Any]:
     """The node's state as a tree of plain values."""

@@ -73,7 +73,7 @@ class Worker:
 
     def opened(self, hello: HelloOk, now_ms: int) -> None:
         """A session has begun."""
-        self.ledger.open(hello.session, hello.incarnation, hello.grants)
+        self.ledger.open(hello.session, hello.incarnation, hello.grants, now_ms)
         self._hello = hello
         self._draining = False
         self._suspected = False
@@ -121,7 +121,7 @@ class Worker:
                 self._peer_progress = message.progress
                 self._progress_ms = now_ms
             return None, []
-        if isinstance(message, Grant) and self.ledger.grant(message.grants):
+        if isinstance(message, Grant) and self.ledger.grant(message.grants, now_ms):
             return None, []
         if isinstance(message, Draining):
             self._draining = True

@@ -33,6 +33,8 @@ try:
     from transport.launch.run_directory import running_pairs
 except ModuleNotFoundError as error:
     sys.exit(f"{error.name} is missing: run scripts/demo.sh once, then .venv/bin/python scripts/send.py")
+except KeyboardInterrupt:
+    sys.exit(6)
 
 SAMPLING = tuple(field.name for field in fields(SamplingParams))
 SOURCES = ("prompt", "messages", "prompt_ids")
@@ -201,6 +203,7 @@ class Sender:
         self._given = given
         self._jobs = jobs
         self._streams = len(jobs) == 1 and not given.json
+        self._connected = False
         self._interrupted = False
         self._advance: Callable[[], None] = lambda: None
 
@@ -209,6 +212,7 @@ class Sender:
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGTERM, self._on_signal)
         with Client(endpoint) as client, self._progress() as progress:
+            self._connected = True
             if progress is not None:
                 task = progress.add_task("jobs", total=len(self._jobs))
                 self._advance = lambda: progress.advance(task)
@@ -222,7 +226,8 @@ class Sender:
             outcomes = batch.run(lambda: self._interrupted)
         if self._interrupted:
             unfinished = sum(not isinstance(outcome.answer, Finished) for outcome in outcomes)
-            tell(f"interrupted: {unfinished} of {len(outcomes)} jobs cancelled or not sent")
+            begun = "\n" if self._streams else ""
+            tell(f"{begun}send: interrupted: {unfinished} of {len(outcomes)} jobs cancelled or not sent")
             return ExitStatus.ABORTED
         return int(any(not isinstance(outcome.answer, Finished) for outcome in outcomes))
 
@@ -236,7 +241,7 @@ class Sender:
         )
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._interrupted:
+        if self._interrupted or not self._connected:
             sys.exit(ExitStatus.ABORTED)
         self._interrupted = True
 

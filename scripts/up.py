@@ -17,6 +17,8 @@ try:
     from transport.launch.pair import BACKENDS, Pair, PairPlan
 except ModuleNotFoundError as error:
     sys.exit(f"{error.name} is missing: run scripts/demo.sh once, then .venv/bin/python scripts/up.py")
+except KeyboardInterrupt:
+    sys.exit(6)
 
 EXTRA = {"--prefill-args": "prefill_extra", "--decode-args": "decode_extra"}
 TURN_MS = 50
@@ -60,7 +62,9 @@ class Launcher:
             self._pair.wait_ready(self._turn)
             self._pair.announce()
             print(self._ready_line(), flush=True)
-            tell('send a prompt from another terminal: python scripts/send.py "Hello"; Ctrl-C here stops')
+            tell(
+                'send a prompt from another terminal: .venv/bin/python scripts/send.py "Hello"; Ctrl-C stops'
+            )
             while True:
                 self._pair.check()
                 self._turn()

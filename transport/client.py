@@ -120,7 +120,7 @@ class Client:
         self._post(StatusRequest())
         deadline_ms = now_ms() + timeout_ms
         while self._status is None:
-            if not self._turn(deadline_ms) or self.hello is None:
+            if (not self._turn(deadline_ms) and self._status is None) or self.hello is None:
                 raise NodeUnavailable(f"{self.endpoint} did not answer STATUS within {timeout_ms} ms")
         return self._status
 
@@ -143,7 +143,7 @@ class Client:
     def _ensure_open(self) -> None:
         deadline_ms = now_ms() + self._connect_timeout_ms
         while self.hello is None:
-            if not self._turn(deadline_ms):
+            if not self._turn(deadline_ms) and self.hello is None:
                 raise NodeUnavailable(
                     f"nobody answers at {self.endpoint}: is the daemon running (a model may still load),"
                     " and is this the endpoint of its ready line?"
@@ -153,10 +153,9 @@ class Client:
         self._drive(self._connector.step(Post(self.hello.session, message), now_ms()))
 
     def _turn(self, deadline_ms: int | None) -> bool:
-        """Wait for and handle whatever is next; False once the deadline has passed."""
+        """Wait for and handle whatever is next; False when it did so after the deadline, without waiting."""
         moment_ms = now_ms()
-        if deadline_ms is not None and moment_ms >= deadline_ms:
-            return False
+        last = deadline_ms is not None and moment_ms >= deadline_ms
         bounds = [deadline_ms, self._connector.deadline_ms()]
         if self._port is not None:
             bounds.append(self._port.deadline_ms(moment_ms))
@@ -171,7 +170,7 @@ class Client:
         for item in items:
             self._drive(self._connector.step(item, moment_ms))
         self._drive(self._connector.step(Tick(), moment_ms))
-        return True
+        return not last
 
     def _drive(self, effects: list[Any]) -> None:
         for effect in effects:

@@ -267,3 +267,14 @@ def test_waiting_for_events_ends_at_its_timeout(nodes: Callable[..., Node]) -> N
         started_ms = now_ms()
         assert list(client.events(100)) == []
         assert 100 <= now_ms() - started_ms < 2_000
+
+
+def test_a_caller_that_never_waits_still_hears_its_answers(nodes: Callable[..., Node]) -> None:
+    with Client(nodes(serve).endpoint) as client:
+        client.submit("a", prompt_ids=[1])
+        deadline_ms = now_ms() + 5_000
+        heard: list[Any] = []
+        while not heard and now_ms() < deadline_ms:
+            heard = list(client.events(0))
+
+        assert heard
