@@ -35,6 +35,7 @@ class Run:
     prefill_s: list[float]
     decode_s: list[float]
     gaps_us: list[int]
+    gaps_beyond_us: list[int]
     copies_us: list[int]
     digests_us: list[int]
     token_ids: list[list[int]]
@@ -108,6 +109,11 @@ def _run(pair: Pair, jobs: list[BatchJob], clients: int) -> Run:
         [timing.decode_busy_us / 1e6 for timing in timings],
         # The first job's gap is the pause before the run.
         [timing.lane_gap_us for timing in timings[1:] if timing.lane_gap_us is not None],
+        [
+            timing.lane_gap_us - timing.copy_us - timing.digest_us
+            for timing in timings[1:]
+            if timing.lane_gap_us is not None
+        ],
         [timing.copy_us for timing in timings],
         [timing.digest_us for timing in timings],
         [outcome.token_ids for outcome in outcomes],
@@ -128,8 +134,8 @@ def _figures(arms: dict[tuple[int, str], list[Run]]) -> dict[str, Any]:
             "overlap_efficiency": spread([_bound(run) / run.wall_s for run in on]),
             "overlap_efficiency_against_off": spread([_bound(one) / other.wall_s for one, other in pairs]),
             "off_busy_share": spread([plain_sum(run.prefill_s, run.decode_s) / run.wall_s for run in off]),
-            "lane_gap_us": _gap(on),
-            "lane_gap_off_us": _gap(off),
+            "lane_gap_us": _gap([gap for run in on for gap in run.gaps_us]),
+            "lane_gap_beyond_copy_and_digest_us": _gap([gap for run in on for gap in run.gaps_beyond_us]),
             "copy_us": spread([value for run in on for value in run.copies_us]),
             "digest_us": spread([value for run in on for value in run.digests_us]),
             "output_tokens_per_s": spread([run.output_tokens / run.wall_s for run in on]),
@@ -141,8 +147,7 @@ def _bound(run: Run) -> float:
     return makespan(run.prefill_s, run.decode_s, slots=1)
 
 
-def _gap(runs: list[Run]) -> dict[str, float]:
-    gaps = [gap for run in runs for gap in run.gaps_us]
+def _gap(gaps: list[int]) -> dict[str, float]:
     if not gaps:
         return {"p50": 0.0, "p95": 0.0}
     return {"p50": statistics.median(gaps), "p95": percentile(gaps, 0.95)}
@@ -169,5 +174,9 @@ def _show(figures: dict[str, Any], console: Console) -> None:
     for share in ("p50", "p95"):
         cells = [f"{figures[arm]['lane_gap_us'][share] / 1e3:.2f}" for arm in ("c1", "c4")]
         table.add_row(f"lane gap {share}, prefetch on (ms)", *cells)
+        beyond = [
+            f"{figures[arm]['lane_gap_beyond_copy_and_digest_us'][share] / 1e3:.2f}" for arm in ("c1", "c4")
+        ]
+        table.add_row(f"  of it beyond copy and digest, {share} (ms)", *beyond)
     table.add_row("tokens equal in all runs", "", str(figures["tokens_equal"]))
     console.print(table)

@@ -102,7 +102,7 @@ def test_prefetch_cancel_keeps_the_slot_until_the_producer_has_answered(slow_pai
     world.end_of(answers["C"])
     check_tokens(answers, "AC")
     assert answers["B"].token_ids == []
-    assert pair.prefill.logged("prefill.failed", code="CANCELLED", epoch=epoch)
+    assert pair.prefill.logged("prefill.cancelled", epoch=epoch)
     assert pair.prefill.logged("prefill.done", epoch=epoch + 1), "C must get a greater epoch than the orphan"
     pair.check_counts(before, remote_imports=2, prefills_sent=3, late_completions=1, prefills_cancelled=1)
 

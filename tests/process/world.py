@@ -17,6 +17,7 @@ from common.messages import Accepted, Failed, Finished, Rejected, Tokens
 from tests import oracle
 from tests.process.harness import DEADLINE_MS, LEASE, POLL_MS, STALL_MS, TIMES, Daemon, wait_until
 from transport.client import Client
+from transport.peers import LivenessTimes
 
 COMMON = (*TIMES, *LEASE, "--log-form", "json")
 REMOTE = ("--pd-remote-only",)
@@ -53,11 +54,15 @@ class Answer:
         return None if self.end is None or isinstance(self.end, Finished) else str(self.end.code)
 
 
+# A node that a test stops on purpose must not count as dead here; how a client gives up is tested on its own.
+PATIENT = LivenessTimes(ping_ms=200, suspect_ms=20_000, dead_after_ms=30_000, lease_ms=40_000)
+
+
 class JobClient:
     """A client that keeps what it hears, label by label."""
 
     def __init__(self, endpoint: str) -> None:
-        self._client = Client(endpoint)
+        self._client = Client(endpoint, times=PATIENT)
         self.answers: dict[str, Answer] = {}
         self.other: list[Any] = []
 
@@ -175,7 +180,7 @@ class World:
 
     def status(self, daemon: Daemon) -> dict[str, Any]:
         """The node's STATUS, asked for by a client of its own."""
-        with Client(daemon.endpoint) as client:
+        with Client(daemon.endpoint, times=PATIENT) as client:
             return client.status()
 
     def wait_status(
