@@ -24,3 +24,4 @@ IPC_PATH_BYTES: Final = 107  # sockaddr_un
 OUTBOX_RETRY_MS: Final = 5
 STEPS_PER_CHECK: Final = 64  # a daemon checks its invariants every so many steps
 ORPHAN_GRACE_MS: Final = 1_000  # scheduling noise granted to a producer that was told to stop
+PAUSE_MS: Final = 250  # a loop that comes back later than this does not charge its peers for it

@@ -19,6 +19,7 @@ class LogEvent(StrEnum):
     NODE_STOPPED = "node.stopped"
     NODE_FAILED = "node.failed"
     NODE_NOT_PINNED = "node.not_pinned"
+    NODE_PAUSED = "node.paused"
     SIGNAL_RECEIVED = "signal.received"
 
     HELLO_REFUSED = "hello.refused"

@@ -132,32 +132,35 @@ class Daemon:
         sys.stdout.flush()
 
     def _turn(self) -> None:
-        """One turn of the loop: wait, then take everything that has happened."""
-        for number in self._loop.poll(self._node.deadline_ms(now_ms())):
-            self._on_signal(number)
+        """One turn of the loop: wait, then take everything that has happened. It is all of one moment."""
+        paused_ms = self._loop.paused_ms
+        signals = self._loop.poll(self._node.deadline_ms(self._loop.now_ms()))
+        moment_ms = self._loop.now_ms()
+        if self._loop.paused_ms > paused_ms:
+            self._log.warning(LogEvent.NODE_PAUSED, ms=self._loop.paused_ms - paused_ms)
+        for number in signals:
+            self._on_signal(number, moment_ms)
         for event in self._node.receive():
-            self._drive(event)
-        moment_ms = now_ms()
+            self._drive(event, moment_ms)
         for event in self._node.flush(moment_ms):
-            self._drive(event)
+            self._drive(event, moment_ms)
         deadline_ms = self._node.deadline_ms(moment_ms)
         if deadline_ms is not None and deadline_ms <= moment_ms:
-            self._drive(Tick())
+            self._drive(Tick(), moment_ms)
 
-    def _on_signal(self, number: signal.Signals) -> None:
+    def _on_signal(self, number: signal.Signals, moment_ms: int) -> None:
         self._log.info(LogEvent.SIGNAL_RECEIVED, signal=number.name)
         if self._stopping:
             self._node.leaving = (ExitStatus.ABORTED, f"second signal: {number.name}")
             return
         self._stopping = True
         self._log.info(LogEvent.NODE_DRAINING)
-        self._drive(self._node.stop_requested())
+        self._drive(self._node.stop_requested(), moment_ms)
 
-    def _drive(self, event: Any) -> None:
+    def _drive(self, event: Any, moment_ms: int) -> None:
         """Step the node, do what it asks for, and go on with what follows from that."""
         events = [event]
         while events and self._node.leaving is None:
-            moment_ms = now_ms()
             effects = self._node.step(events.pop(0), moment_ms)
             for effect in effects:
                 events += self._node.execute(effect, moment_ms)

@@ -1,8 +1,9 @@
 """The reactor: one thread that owns every socket of a daemon and never computes.
 
 Decides when the node's code runs: after a message, after an item from another thread, at its deadline, after
-a signal. Called once by each daemon's `__main__`, on the main thread. It holds no rule of the protocol; it
-must never block on anything but its poller.
+a signal; and what time it is for the node, which is not charged for time in which it did not run. Called once
+by each daemon's `__main__`, on the main thread. It holds no rule of the protocol; it must never block on
+anything but its poller.
 """
 
 import os
@@ -83,10 +84,16 @@ class Loop:
 
     Signal handlers do nothing: the interpreter writes the signal's number into the wake-up pipe, and `poll`
     returns it with everything else.
+
+    The loop's clock leaves out pauses, in which the process was stopped or starved: nobody was heard then,
+    compute did not run either, and what arrived meanwhile is still unread when the loop goes on. Without this
+    a node continued by SIGCONT would take every peer for dead and its own engine for hung.
     """
 
     def __init__(self) -> None:
         self.wakeup = Wakeup()
+        self.paused_ms = 0
+        self._ran_until_ms: int | None = None
         self._poller = zmq.Poller()
         self._poller.register(self.wakeup.read_descriptor, zmq.POLLIN)
         self._restore: Callable[[], None] | None = None
@@ -114,11 +121,28 @@ class Loop:
         for socket in sockets:
             self._poller.unregister(socket)
 
+    def now_ms(self) -> int:
+        """The process's clock without its pauses."""
+        return now_ms() - self.paused_ms
+
     def poll(self, deadline_ms: int | None) -> list[signal.Signals]:
-        """Wait until something happens or the deadline passes; signals that arrived meanwhile."""
-        timeout_ms = None if deadline_ms is None else max(0, deadline_ms - now_ms())
+        """Wait until something happens or the deadline passes; signals that arrived meanwhile.
+
+        The deadline is one of this loop's clock, as is whatever is reckoned from `now_ms`.
+        """
+        if self._ran_until_ms is not None:
+            self._leave_out(self.now_ms() - self._ran_until_ms)
+        began_ms = self.now_ms()
+        timeout_ms = None if deadline_ms is None else max(0, deadline_ms - began_ms)
         self._poller.poll(timeout_ms)
+        if timeout_ms is not None:
+            self._leave_out(self.now_ms() - began_ms - timeout_ms)
+        self._ran_until_ms = self.now_ms()
         return [signal.Signals(number) for number in self.wakeup.drain() if number]
+
+    def _leave_out(self, late_ms: int) -> None:
+        if late_ms >= limits.PAUSE_MS:
+            self.paused_ms += late_ms
 
     def close(self) -> None:
         if self._restore is not None:

@@ -134,6 +134,20 @@ def test_a_copy_stopped_past_its_lease_is_refused_even_when_the_bytes_are_the_sa
     finish_both(world, *copied_past_the_lease(world, B))
 
 
+def test_a_node_that_was_stopped_blames_neither_its_clients_nor_its_engine(world: World) -> None:
+    pair = world.pair(decode=(*PREFETCH, "--stall-ms", str(LEASE_MS)))
+    running = pair.client.submit("A", A, max_tokens=300, ignore_eos=True)
+    world.wait(lambda: len(running.token_ids) > 3, "A decodes")
+    pair.decode.signal(signal.SIGSTOP)
+    world.wait_for_log(pair.prefill, "session.ended", cause="lease expired")
+    pair.decode.signal(signal.SIGCONT)
+    assert world.end_of(running).token_ids == expected(A, 300, ignore_eos=True)
+    assert pair.decode.logged("node.paused")[0]["ms"] > 0
+    wait_session(pair)
+    pair.check_job("C", C)
+    pair.audit(imports=2)
+
+
 def test_a_decode_engine_that_hangs_answers_its_jobs_and_exits(world: World) -> None:
     pair = world.pair(decode=(*PREFETCH, "--stall-ms", "1500"))
     running = pair.client.submit("A", A, max_tokens=300, ignore_eos=True)

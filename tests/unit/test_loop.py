@@ -46,6 +46,20 @@ def test_a_poll_without_news_ends_at_its_deadline(loop: Loop) -> None:
     assert now_ms() - started_ms < SHORT_MS
 
 
+def test_a_pause_is_left_out_of_the_loops_clock(loop: Loop) -> None:
+    assert loop.poll(loop.now_ms()) == []
+    before_ms, real_ms = loop.now_ms(), now_ms()
+    threading.Event().wait(2 * limits.PAUSE_MS / 1_000)
+    assert loop.poll(before_ms + 1) == []
+    assert loop.paused_ms >= 2 * limits.PAUSE_MS
+    assert loop.now_ms() - before_ms < now_ms() - real_ms - limits.PAUSE_MS
+
+
+def test_a_wait_that_was_meant_is_no_pause(loop: Loop) -> None:
+    assert loop.poll(loop.now_ms() + 2 * limits.PAUSE_MS) == []
+    assert loop.paused_ms < limits.PAUSE_MS
+
+
 def test_a_wake_up_before_the_poll_is_not_lost_and_counts_once(loop: Loop) -> None:
     for _ in range(3):
         loop.wakeup.wake()
