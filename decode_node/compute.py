@@ -29,7 +29,7 @@ from common.messages import PrefillDone
 from decode_node import events as ev
 from decode_node.kv_import import KvImport
 from decode_node.sampler import JobSampler
-from transport.loop import Mailbox
+from transport.loop import Commands, Mailbox
 from transport.slab import SlabView
 
 
@@ -85,14 +85,13 @@ class DecodeCompute:
         mailbox: Mailbox,
         hooks: HoldPoints,
         log: NodeLog,
-        command_limit: int,
     ) -> None:
         self._settings = settings
         self._eos_token_ids: frozenset[int] = frozenset()
         self._mailbox = mailbox
         self._hooks = hooks
         self._log = log
-        self._commands: queue.Queue[Any] = queue.Queue(command_limit)
+        self._commands = Commands()
         self._running: dict[int, _Running] = {}
         self._filling: dict[int, _Filling] = {}
         self._idle_since_us: dict[int, int] = {}
@@ -118,11 +117,11 @@ class DecodeCompute:
 
     def put(self, command: Any) -> None:
         """Have a command carried out."""
-        self._commands.put_nowait(command)
+        self._commands.put(command)
 
     def stop(self) -> None:
         """End the thread; nothing may be running."""
-        self._commands.put_nowait(None)
+        self._commands.put(None)
         self._thread.join()
 
     def _run(self) -> None:

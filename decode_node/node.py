@@ -8,7 +8,6 @@ slots or sessions, and never compute.
 from collections.abc import Iterator
 from typing import Any
 
-from common import limits
 from common.compatibility import profile_of
 from common.config import DecodeConfig
 from common.cpus import pin_process
@@ -66,9 +65,8 @@ class DecodeNode:
         self._loop = loop
         self._mailbox = Mailbox(loop.wakeup)
         settings = self._config.engine_settings()
-        command_limit = limits.MAILBOX_ITEMS
-        self._compute = DecodeCompute(settings, self._mailbox, self._hooks, self._log, command_limit)
-        self._text = TextThread(settings, self._mailbox, self._hooks, command_limit)
+        self._compute = DecodeCompute(settings, self._mailbox, self._hooks, self._log)
+        self._text = TextThread(settings, self._mailbox, self._hooks)
         self._log.info(LogEvent.NODE_LOADING, backend=self._config.backend, model=self._config.model)
         self._compute.start()
         self._text.start()

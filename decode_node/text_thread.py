@@ -5,7 +5,6 @@ the sockets nor compute wait for a tokenizer. Commands come through a bounded qu
 mailbox in the order of the commands. It must never touch a socket or the engine.
 """
 
-import queue
 import threading
 import traceback
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from decode_node import events as ev
 from decode_node.sampler import ending_token_ids
 from decode_node.submission import Refusal, prepare
 from decode_node.text import TextStream
-from transport.loop import Mailbox
+from transport.loop import Commands, Mailbox
 
 _STOP_S = 1.0
 
@@ -43,13 +42,11 @@ class TokenizerFailed:
 class TextThread:
     """The one thread that may use the tokenizer."""
 
-    def __init__(
-        self, settings: EngineSettings, mailbox: Mailbox, hooks: HoldPoints, command_limit: int
-    ) -> None:
+    def __init__(self, settings: EngineSettings, mailbox: Mailbox, hooks: HoldPoints) -> None:
         self._settings = settings
         self._mailbox = mailbox
         self._hooks = hooks
-        self._commands: queue.Queue[Any] = queue.Queue(command_limit)
+        self._commands = Commands()
         self._streams: dict[str, TextStream] = {}
         self._tokenizer: Tokenizer | None = None
         self._thread = threading.Thread(target=mailbox.guard, args=(self._run,), name="text", daemon=True)
@@ -65,11 +62,11 @@ class TextThread:
 
     def put(self, command: Any) -> None:
         """Have a command carried out."""
-        self._commands.put_nowait(command)
+        self._commands.put(command)
 
     def stop(self) -> None:
         """End the thread. A tokenizer that hangs is left to the end of the process."""
-        self._commands.put_nowait(None)
+        self._commands.put(None)
         self._thread.join(_STOP_S)
 
     def _run(self) -> None:

@@ -5,7 +5,6 @@ come through a bounded queue, answers go to the loop's mailbox; every command is
 must never touch a socket, and must give a slot its epoch before it writes the first byte of a production.
 """
 
-import queue
 import threading
 import traceback
 from dataclasses import dataclass
@@ -24,10 +23,8 @@ from common.kv_layout import KvLayout, chunk_bounds
 from common.log import NodeLog
 from common.log_events import LogEvent
 from prefill_node.events import ChunkComputed, ComputeFailed, RunChunk
-from transport.loop import Mailbox
+from transport.loop import Commands, Mailbox
 from transport.slab import Slab
-
-_COMMANDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ class PrefillCompute:
         self._mailbox = mailbox
         self._hooks = hooks
         self._log = log
-        self._commands: queue.Queue[RunChunk | None] = queue.Queue(_COMMANDS)
+        self._commands = Commands()
         self._slab: Slab | None = None
         self._layout: KvLayout | None = None
         self._chunk_tokens = 0
@@ -71,12 +68,12 @@ class PrefillCompute:
 
     def put(self, command: RunChunk) -> None:
         """Have one chunk computed; the mailbox gets ChunkComputed or ComputeFailed."""
-        self._commands.put_nowait(command)
+        self._commands.put(command)
 
     def stop(self) -> None:
         """End the thread once its current chunk is done."""
         self._attached.set()
-        self._commands.put_nowait(None)
+        self._commands.put(None)
         self._thread.join()
 
     def _run(self) -> None:

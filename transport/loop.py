@@ -7,6 +7,7 @@ anything but its poller.
 """
 
 import os
+import queue
 import signal
 import traceback
 from collections import deque
@@ -77,6 +78,26 @@ class Mailbox:
         died = next((item for item in items if isinstance(item, ThreadDied)), None)
         check(died is None, f"a thread died: {died}")
         return items
+
+
+class Commands:
+    """Items from the loop to one other thread: bounded and ordered.
+
+    `queue.SimpleQueue` and not `queue.Queue`: the latter's waiter needs the interpreter's lock twice to wake
+    up, and the lane stands still meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def put(self, item: Any) -> None:
+        """Hand an item to the thread. Raises `InvariantViolation` when it has stopped taking them."""
+        check(self._items.qsize() < limits.MAILBOX_ITEMS, "a thread does not take what the loop hands it")
+        self._items.put(item)
+
+    def get(self, block: bool = True) -> Any:
+        """The next item. Raises `queue.Empty` when there is none and it is not to wait for one."""
+        return self._items.get(block)
 
 
 class Loop:

@@ -59,7 +59,7 @@ class Bench:
             0,
             0,
         )
-        self.compute = DecodeCompute(SETTINGS, self.mailbox, hooks, log, command_limit=8)
+        self.compute = DecodeCompute(SETTINGS, self.mailbox, hooks, log)
         self.compute._engine = load_decode_engine(SETTINGS)
 
     def sample_and_import(self) -> list[object]:

@@ -1,6 +1,7 @@
 """The reactor: what ends a poll, and what is handed over between threads."""
 
 import os
+import queue
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from common import limits
 from common.clock import now_ms
 from common.errors import InvariantViolation
 from transport.link import DealerLink, RouterLink, Sent
-from transport.loop import Loop, Mailbox, Wakeup
+from transport.loop import Commands, Loop, Mailbox, Wakeup
 from transport.zmq_sockets import new_context
 
 LONG_MS = 20_000
@@ -128,6 +129,17 @@ def test_a_mailbox_is_bounded_and_loses_nothing_at_the_limit() -> None:
     mailbox.put("room again")
     assert mailbox.take() == ["room again"]
     wakeup.close()
+
+
+def test_commands_are_bounded_and_keep_their_order() -> None:
+    commands = Commands()
+    for number in range(limits.MAILBOX_ITEMS):
+        commands.put(number)
+    with pytest.raises(InvariantViolation, match="does not take"):
+        commands.put("one too many")
+    assert [commands.get() for _ in range(limits.MAILBOX_ITEMS)] == list(range(limits.MAILBOX_ITEMS))
+    with pytest.raises(queue.Empty):
+        commands.get(block=False)
 
 
 def test_signals_are_reported_in_order_by_the_poll_they_end(loop: Loop) -> None:
