@@ -86,10 +86,13 @@ class PrefillNode:
             lease_ms=config.lease_ms,
             stall_ms=stall_ms,
             drain_ms=config.drain_ms,
+            # One decode node, which is granted the whole slab.
+            decode_nodes=1,
+            slots_per_session=config.source_slots,
         )
         core = PrefillCore(settings, new_session_id)
         times = LivenessTimes(config.ping_ms, config.suspect_ms, config.dead_after_ms, config.lease_ms)
-        self._stack = PrefillStack(Listener(times, lambda: core.progress), core)
+        self._stack = PrefillStack(Listener(times, core.progress_count), core)
 
     def receive(self) -> Iterator[Any]:
         yield from self._mailbox.take()

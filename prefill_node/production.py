@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import ErrorCode
-from common.lifecycle import SourceState
+from common.lifecycle import SOURCE_TRANSITIONS, SourceEvent, SourceState, advance
 from common.messages import NodeProfile, Prefill, PrefillDone, ShmPlane
 from prefill_node.events import ChunkComputed, RunChunk
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSettings:
-    """What the core needs to know of this process. `token_bytes`: KV bytes of one token."""
+    """What the core needs to know of this process.
+
+    token_bytes: KV bytes of one token. decode_nodes: how many may have a session at once.
+    """
 
     incarnation: str
     profile: NodeProfile
@@ -24,6 +27,8 @@ class PrefillSettings:
     lease_ms: int
     stall_ms: int
     drain_ms: int
+    decode_nodes: int
+    slots_per_session: int
 
 
 @dataclass(slots=True)
@@ -38,6 +43,11 @@ class Production:
     digests: list[bytes] = field(default_factory=list)
     cancelled: bool = False
 
+    @property
+    def deadline_ms(self) -> int:
+        """When the decode node no longer wants it."""
+        return self.arrived_ms + self.request.budget_ms
+
 
 @dataclass(slots=True)
 class SourceSlot:
@@ -50,6 +60,11 @@ class SourceSlot:
     production: Production | None = None
     since_ms: int = 0
 
+    def advance(self, event: SourceEvent, now_ms: int) -> None:
+        """Follow the table."""
+        self.state = advance(SOURCE_TRANSITIONS, self.state, event)
+        self.since_ms = now_ms
+
     def status(self, now_ms: int) -> dict[str, Any]:
         """Plain values for STATUS."""
         job_id = None if self.production is None else self.production.request.job_id
@@ -57,6 +72,7 @@ class SourceSlot:
         return {
             "slot": self.index,
             "state": str(self.state),
+            "session": self.session,
             "epoch": self.last_epoch,
             "job": job_id,
             "age_ms": age_ms,

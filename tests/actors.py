@@ -88,7 +88,10 @@ def names(prefix: str) -> Callable[[], str]:
 
 def prefill_settings(incarnation: str, slots: int, profile: NodeProfile = PROFILE) -> PrefillSettings:
     plane = ShmPlane(incarnation, slots, MAX_TOKENS * TOKEN_BYTES)
-    return PrefillSettings(incarnation, profile, plane, TOKEN_BYTES, TIMES.lease_ms, STALL_MS, DRAIN_MS)
+    limits = (1, plane.slot_count)
+    return PrefillSettings(
+        incarnation, profile, plane, TOKEN_BYTES, TIMES.lease_ms, STALL_MS, DRAIN_MS, *limits
+    )
 
 
 class PrefillSide:
@@ -97,7 +100,7 @@ class PrefillSide:
     def __init__(self, incarnation: str, slots: int, profile: NodeProfile = PROFILE) -> None:
         core = PrefillCore(prefill_settings(incarnation, slots, profile), names(f"{incarnation}-session"))
         self.core = core
-        self.stack = PrefillStack(Listener(TIMES, lambda: core.progress), core)
+        self.stack = PrefillStack(Listener(TIMES, core.progress_count), core)
         self.router = MemoryRouter()
         self.port = ControlPort(self.router, NEVER_MS)
         self.slab = Slab([SlotMemory() for _ in range(slots)])

@@ -46,7 +46,7 @@ def test_a_decode_node_killed_while_its_prompt_is_computed_does_not_keep_the_slo
     world.wait_held(pair.prefill, "prefill.chunk")
     world.kill(pair.decode)
     status = world.wait_status(
-        pair.prefill, lambda status: status["decode_session"] is None, "the session has ended"
+        pair.prefill, lambda status: not status["decode_sessions"], "the session has ended"
     )
     assert status["slots"][0]["state"] == "abandoned", "compute still writes to it"
     after = successor(pair)

@@ -197,7 +197,7 @@ def test_a_drain_waits_for_an_orphan_and_then_exits_in_good_order(world: World) 
     pair.prefill.release("prefill.chunk")
     assert world.exit_of(pair.decode) == 0
     world.check_remains(pair.decode)
-    world.wait_status(pair.prefill, lambda status: status["decode_session"] is None, "the session has ended")
+    world.wait_status(pair.prefill, lambda status: not status["decode_sessions"], "the session has ended")
     assert world.status(pair.prefill)["slots"][0]["state"] == "pool"
     world.stop(pair.prefill)
 

@@ -371,7 +371,7 @@ def test_a_lease_not_longer_than_our_patience_is_refused() -> None:
     pair.advance(500)
     assert pair.exit.status == ExitStatus.REFUSED
     assert "--dead-after-ms" in pair.exit.reason
-    assert pair.prefill.core.status(pair.now_ms)["decode_session"] is None
+    assert pair.prefill.core.status(pair.now_ms)["decode_sessions"] == []
 
 
 def test_status_names_what_a_person_needs() -> None:

@@ -123,8 +123,8 @@ class Walk:
         pair.hold_up = pair.hold_down = False
         for _ in range(60):
             pair.finish()
-            session = pair.prefill.core.status(pair.now_ms)["decode_session"]
-            if pair.core.idle and pair.core.worker.usable and pair.core.worker.session == session:
+            sessions = pair.prefill.core.status(pair.now_ms)["decode_sessions"]
+            if pair.core.idle and pair.core.worker.usable and [pair.core.worker.session] == sessions:
                 return
             pair.advance(100)
         raise AssertionError(f"INV-7: no rest: {pair.core.status(pair.now_ms)}")

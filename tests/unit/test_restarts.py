@@ -83,10 +83,10 @@ def test_a_handshake_whose_answer_is_lost_is_clean_the_second_time() -> None:
     pair.hold_down = True
     pair.prefill_exists = True
     pair.advance(TIMES.hello_timeout_ms + TIMES.backoff_min_ms + 10)
-    assert pair.prefill.core.status(pair.now_ms)["decode_session"] is not None, "that side thinks it is open"
+    assert pair.prefill.core.status(pair.now_ms)["decode_sessions"], "that side thinks it is open"
     pair.hold_down = False
     pair.advance(TIMES.hello_timeout_ms)
-    assert pair.core.worker.session == pair.prefill.core.status(pair.now_ms)["decode_session"]
+    assert [pair.core.worker.session] == pair.prefill.core.status(pair.now_ms)["decode_sessions"]
     assert pair.core.worker.counters["sessions"] == 1
     check_works(pair)
 
@@ -107,7 +107,7 @@ def test_a_session_that_is_lost_on_one_side_is_noticed_on_the_other_by_its_next_
     session = pair.core.worker.session
     [peer] = pair.prefill.stack.listener.sessions
     pair.prefill.step(RouteLost(peer.route), pair.now_ms)
-    assert pair.prefill.core.status(pair.now_ms)["decode_session"] is None
+    assert pair.prefill.core.status(pair.now_ms)["decode_sessions"] == []
     pair.advance(TIMES.ping_ms)
     assert pair.core.worker.session != session, "PING was answered SESSION_GONE"
     pair.advance(300)
@@ -166,7 +166,7 @@ def test_a_slab_that_cannot_be_mapped_after_a_restart_is_shown_and_tried_again()
     assert pair.exit is None
     assert not pair.core.worker.usable
     assert "/dev/shm" in pair.core.status(pair.now_ms)["worker_refusal"]
-    assert pair.prefill.core.status(pair.now_ms)["decode_session"] is None
+    assert pair.prefill.core.status(pair.now_ms)["decode_sessions"] == []
     pair.map_refusal = ""
     pair.advance(2 * TIMES.backoff_max_ms)
     check_works(pair)
