@@ -209,8 +209,12 @@ class DecodeConfig(NodeConfig):
             "1 when DEPTH is left out",
         )
     )
-    on_prefill_failure: Literal["fail", "local"] = Field(
-        "fail", description="when remote prefill fails: fail the request, or compute its prompt here"
+    on_prefill_failure: Literal["fail", "retry", "local"] = Field(
+        "fail",
+        description="when remote prefill fails: fail the request, send its prompt again, or compute it here",
+    )
+    prefill_retries: Annotated[int, Field(ge=1, le=100), Flag("N")] = Field(
+        1, description="how often --on-prefill-failure retry sends one prompt again"
     )
     max_queue: Annotated[int, Field(ge=1, le=QUEUE_MAX), Flag("N")] = Field(
         256, description="requests that may wait; further ones are answered BUSY"
@@ -228,7 +232,7 @@ class DecodeConfig(NodeConfig):
     @model_validator(mode="after")
     def _check_route(self) -> Self:
         check_prefetch_route(
-            prefill_worker=self.pd_prefill_worker,
+            prefill_workers=() if self.pd_prefill_worker is None else (self.pd_prefill_worker,),
             remote_only=self.pd_remote_only,
             backend=self.backend,
             slots=self.slots,

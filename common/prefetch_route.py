@@ -5,12 +5,14 @@ the configuration (usage error) and by the scheduler's constructor (ValueError),
 route in that the other refuses. It must never load an engine or need a validation library.
 """
 
+from collections.abc import Sequence
+
 from common.engines.registry import BACKENDS
 
 
 def check_prefetch_route(
     *,
-    prefill_worker: str | None,
+    prefill_workers: Sequence[str],
     remote_only: bool,
     backend: str,
     slots: int,
@@ -19,7 +21,7 @@ def check_prefetch_route(
 ) -> None:
     """Raise ValueError, saying what would be right, unless the route can work. `prefetch_depth` 0 is off."""
     _check_lanes(backend, slots)
-    if remote_only and prefill_worker is None:
+    if remote_only and not prefill_workers:
         raise ValueError(
             "--pd-remote-only forbids local prefill, so something else has to compute prompts: "
             "add --pd-prefill-worker ENDPOINT"
@@ -33,7 +35,7 @@ def check_prefetch_route(
         raise ValueError(
             f"backend {backend} cannot prefill locally: add --pd-remote-only and --pd-prefill-worker ENDPOINT"
         )
-    _check_prefetch(prefill_worker, remote_only, prefetch_depth)
+    _check_prefetch(prefill_workers, remote_only, prefetch_depth)
 
 
 def _check_lanes(backend: str, slots: int) -> None:
@@ -51,14 +53,14 @@ def _check_lanes(backend: str, slots: int) -> None:
         )
 
 
-def _check_prefetch(prefill_worker: str | None, remote_only: bool, prefetch_depth: int) -> None:
+def _check_prefetch(prefill_workers: Sequence[str], remote_only: bool, prefetch_depth: int) -> None:
     if prefetch_depth == 0:
         return
     if prefetch_depth < 0:
         raise ValueError(
             f"--pd-prefetch-next {prefetch_depth}: the depth is at least 1; leave it out for none"
         )
-    if prefill_worker is None:
+    if not prefill_workers:
         raise ValueError(
             "--pd-prefetch-next needs a prefill node to prefetch from: add --pd-prefill-worker ENDPOINT"
         )

@@ -42,6 +42,14 @@ class ComputeWatch:
         """When compute counts as hung unless it answers."""
         return self._moved_ms + self._stall_ms if self.owes else None
 
+    def slow(self, now_ms: int) -> bool:
+        """Whether half the time has passed after which it counts as hung."""
+        return self.owes and now_ms - self._moved_ms >= self._stall_ms // 2
+
+    def age_ms(self, now_ms: int) -> int | None:
+        """How long an answer has been owed; None when none is."""
+        return now_ms - self._moved_ms if self.owes else None
+
     def hung(self, now_ms: int) -> bool:
         """Whether it has owed an answer for too long."""
         deadline_ms = self.deadline_ms()

@@ -29,7 +29,7 @@ from decode_node.lanes import Lane, Lanes
 from decode_node.scheduler import Scheduler
 from decode_node.settings import DecodeSettings
 from decode_node.timers import Timers
-from decode_node.worker import Worker
+from decode_node.workers import Workers
 
 BUSY_RETRY_MS = 500
 _WAITING = (JobState.TOKENIZING, JobState.QUEUED)
@@ -42,14 +42,14 @@ class JobDesk:
         self,
         settings: DecodeSettings,
         scheduler: Scheduler,
-        worker: Worker,
+        workers: Workers,
         lanes: Lanes,
         new_session_id: Callable[[], str],
         new_job_id: Callable[[], str],
     ) -> None:
         self._settings = settings
         self._scheduler = scheduler
-        self._worker = worker
+        self._workers = workers
         self._lanes = lanes
         self._new_session_id = new_session_id
         self._new_job_id = new_job_id
@@ -78,7 +78,7 @@ class JobDesk:
     @property
     def token_limit(self) -> int:
         """Most positions of one job: the smaller of both sides', as far as the other is known."""
-        own, theirs = self._settings.profile.max_tokens, self._worker.max_tokens
+        own, theirs = self._settings.profile.max_tokens, self._workers.max_tokens
         return own if theirs is None else min(own, theirs)
 
     def on_client_hello(self, event: ev.ClientHello, now_ms: int) -> list[Any]:
@@ -194,26 +194,23 @@ class JobDesk:
         self._scheduler.enqueue(job)
 
     def fail(self, job: Job, code: ErrorCode, detail: str, now_ms: int) -> list[Any]:
-        """End a job with FAILED."""
-        check(not code.definite or not job.keep_token, f"INV-8: {code} is definite but a token was yielded")
+        """End a job with FAILED; one that has yielded a token is not told that it never happened (INV-8)."""
+        if code.definite and job.keep_token:
+            code = ErrorCode.PEER_LOST
         self.counters["jobs_failed"] += 1
         effects = self._retire(job, f"{code}: {detail}", now_ms)
         failed = Failed(job.label, code, detail[: limits.DETAIL_CHARACTERS], code.definite)
         return [*effects, ev.SendToClient(job.client, failed), ev.ReportEnd(job.job_id, failed, "failed")]
 
     def fail_all(self, code: ErrorCode, detail: str, now_ms: int) -> list[Any]:
-        """End every job; one that has yielded a token is not told that it never happened."""
-        effects = []
-        for job in self.live():
-            honest = ErrorCode.PEER_LOST if code.definite and job.keep_token else code
-            effects += self.fail(job, honest, detail, now_ms)
-        return effects
+        """End every job."""
+        return [effect for job in self.live() for effect in self.fail(job, code, detail, now_ms)]
 
     def detach(self, job: Job, cause: str, now_ms: int) -> list[Any]:
         """The job lets go of its reservation, if it has one."""
         reservation, job.reservation = job.reservation, None
         self.timers.cancel(job.job_id, "prefill")
-        return [] if reservation is None else self._worker.detach(reservation, cause, now_ms)
+        return [] if reservation is None else self._workers.detach(reservation, cause, now_ms)
 
     def _finish(self, job: Job, reason: str, now_ms: int) -> list[Any]:
         self.counters["jobs_finished"] += 1

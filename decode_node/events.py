@@ -48,21 +48,23 @@ class ClientMistake:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOpened:
-    """There is a session with the prefill node, and its slab is mapped."""
+    """There is a session with a prefill node, and its slab is mapped. `worker`: its name."""
 
+    worker: str
     hello_ok: HelloOk
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRefused:
-    """The prefill node, or the mapping of its slab, said no."""
+    """A prefill node, or the mapping of its slab, said no. `worker`: its name."""
 
+    worker: str
     refusal: HelloRefused
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The session with the prefill node has ended, for whatever cause."""
+    """A session with a prefill node has ended, for whatever cause."""
 
     session: str
     cause: str
@@ -70,7 +72,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSuspected:
-    """The prefill node has been silent for a while, or (`silent` False) has spoken again."""
+    """A prefill node has been silent for a while, or (`silent` False) has spoken again."""
 
     session: str
     silent: bool
@@ -78,7 +80,7 @@ class WorkerSuspected:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMessage:
-    """A message of the live session with the prefill node."""
+    """A message of a live session with a prefill node."""
 
     session: str
     message: Any
@@ -236,7 +238,7 @@ class SendToClient:
 
 @dataclass(frozen=True, slots=True)
 class SendToWorker:
-    """Send a message in the session with the prefill node."""
+    """Send a message in a session with a prefill node."""
 
     session: str
     message: Any
@@ -252,15 +254,15 @@ class CloseClient:
 
 @dataclass(frozen=True, slots=True)
 class CloseWorker:
-    """End the session with the prefill node; a new attempt follows."""
+    """End a session with a prefill node; a new attempt follows."""
 
     session: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveWorker:
-    """End the session with the prefill node, if any, and make no further attempt."""
+class LeaveWorkers:
+    """End the sessions with all prefill nodes, and make no further attempts."""
 
     reason: str
 

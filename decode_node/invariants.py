@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 def check_decode_core(core: "DecodeCore") -> None:
     """Raise `InvariantViolation` naming the broken invariant."""
-    ledger, lanes, jobs = core.worker.ledger, core.lanes, core.desk.live()
-    ledger.check()
+    lanes, jobs = core.lanes, core.desk.live()
+    ledgers = [worker.ledger for worker in core.workers]
+    for ledger in ledgers:
+        ledger.check()
     lanes.check()
     check(
-        ledger.live_count <= lanes.count + core.route.prefetch_depth,
+        core.workers.live_count <= lanes.count + core.route.prefetch_depth,
         "INV-6: more productions are held than lanes and depth allow",
     )
     waiting = sum(job.state in (JobState.TOKENIZING, JobState.QUEUED) for job in jobs)
@@ -27,11 +29,11 @@ def check_decode_core(core: "DecodeCore") -> None:
     for job in jobs:
         check(job.state is not JobState.ENDED, "INV-7: an ended job is still kept")
         if job.reservation is not None:
-            slot = ledger.find(job.reservation)
+            slot = core.workers.holder(job.reservation).ledger.find(job.reservation)
             check(slot is not None and slot.job_id == job.job_id, "INV-2: a job without its slot")
         if job.lane is not None:
             check(lanes[job.lane].job_id == job.job_id, "INV-2: a job without its lane")
-    for slot in (*ledger.slots(), *ledger.survivors()):
+    for slot in (slot for ledger in ledgers for slot in (*ledger.slots(), *ledger.survivors())):
         if slot.state in (SlotState.PRODUCING, SlotState.READY):
             job = core.desk.get(slot.job_id)
             held = job is not None and job.reservation == slot.reservation

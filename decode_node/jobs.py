@@ -36,6 +36,7 @@ class Job:
     lane: int | None = None
     first_token: int | None = None
     force_local: bool = False
+    retries: int = 0
     path: str = "remote"
     finish_reason: str | None = None
     text_pending: int = 0

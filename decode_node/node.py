@@ -53,7 +53,7 @@ class DecodeNode:
         self._context = new_context()
         self._hooks = HoldPoints(config.hold_dir, log)
         self._clients: ControlPort | None = None
-        self._worker: ControlPort | None = None
+        self._workers: dict[str, ControlPort] = {}
         self._mappings: dict[str, tuple[SlabView, KvLayout]] = {}
         self._loaded: dict[type, Any] = {}
         self._stack: DecodeStack | None = None
@@ -99,9 +99,11 @@ class DecodeNode:
             prefill_timeout_ms=config.prefill_timeout_ms,
             prefill_wait_ms=config.prefill_wait_ms,
             job_timeout_ms=config.job_timeout_ms,
+            prefill_retries=config.prefill_retries,
         )
+        workers = () if config.pd_prefill_worker is None else (config.pd_prefill_worker,)
         route = Route(
-            prefill_worker=config.pd_prefill_worker,
+            prefill_workers=workers,
             remote_only=config.pd_remote_only,
             backend=config.backend,
             slots=config.slots,
@@ -110,17 +112,18 @@ class DecodeNode:
         )
         core = DecodeCore(settings, route, new_session_id, new_job_id)
         times = LivenessTimes(config.ping_ms, config.suspect_ms, config.dead_after_ms, config.lease_ms)
-        connector = None
-        if config.pd_prefill_worker is not None:
-            connector = Connector(times, self.incarnation, Role.DECODE, settings.profile)
-        self._stack = DecodeStack(Listener(times, lambda: core.watch.progress), connector, core)
+        connectors = {
+            worker: Connector(times, self.incarnation, Role.DECODE, settings.profile) for worker in workers
+        }
+        self._stack = DecodeStack(Listener(times, core.progress_count), connectors, core)
 
     def receive(self) -> Iterator[Any]:
         yield from self._mailbox.take()
-        if self._worker is not None:
-            for item in self._worker.receive():
-                self._log_bad_frame(item, self._config.pd_prefill_worker)
-                yield FromWorker(item)
+        # What comes out may close one of them.
+        for worker, port in list(self._workers.items()):
+            for item in port.receive():
+                self._log_bad_frame(item, worker)
+                yield FromWorker(worker, item)
         for item in self._clients.receive():
             self._log_bad_frame(item, "client")
             yield item
@@ -137,7 +140,7 @@ class DecodeNode:
             lost = self._clients.send(effect, now_ms)
             return [] if lost is None else [lost]
         if isinstance(effect, ToWorker):
-            return self._to_worker(effect.item, now_ms)
+            return self._to_worker(effect.worker, effect.item, now_ms)
         if isinstance(effect, _FOR_TEXT):
             self._text.put(effect)
         elif isinstance(effect, _FOR_COMPUTE):
@@ -155,8 +158,8 @@ class DecodeNode:
             case ev.StartImport(job_id=job_id, lane=lane, record=record, token_id=token_id):
                 view, layout = self._mappings[effect.session]
                 self._compute.put(ImportFrom(job_id, lane, view, layout, record, token_id))
-            case MapSlab(hello_ok=hello_ok):
-                return [self._map(hello_ok)]
+            case MapSlab(worker=worker, hello_ok=hello_ok):
+                return [self._map(worker, hello_ok)]
             case ev.UnmapSlab(session=session):
                 self._mappings.pop(session, None)
             case ev.WorkerOpened(hello_ok=hello_ok):
@@ -166,43 +169,43 @@ class DecodeNode:
                     self._log.warning(LogEvent.DEPTH_CLAMPED, asked=self._config.prefetch_depth, slots=slots)
             case ev.WorkerLost(session=session, cause=cause) | ev.ClientLost(session=session, cause=cause):
                 self._log.info(LogEvent.SESSION_ENDED, session=session, cause=cause)
-            case ev.WorkerRefused(refusal=refusal):
-                self._log.warning(
-                    LogEvent.HELLO_REFUSED, peer=self._config.pd_prefill_worker, detail=refusal.detail
-                )
+            case ev.WorkerRefused(worker=worker, refusal=refusal):
+                self._log.warning(LogEvent.HELLO_REFUSED, peer=worker, detail=refusal.detail)
             case ev.ReportEnd():
                 self._log_end(effect)
             case ev.ExitNode(status=status, reason=reason):
                 self.leaving = (status, reason)
         return []
 
-    def _map(self, hello_ok: Any) -> SlabMapped | SlabRefused:
+    def _map(self, worker: str, hello_ok: Any) -> SlabMapped | SlabRefused:
         profile, plane = hello_ok.profile, hello_ok.plane
         layout = KvLayout(
             profile.layers, profile.kv_heads, profile.head_dim, profile.dtype, profile.max_tokens
         )
         if layout.slot_bytes != plane.slot_bytes:
-            return SlabRefused(hello_ok, "the prefill node's slots are not as large as its profile says")
+            return SlabRefused(
+                worker, hello_ok, "the prefill node's slots are not as large as its profile says"
+            )
         try:
             view = SlabView(plane.name, plane.slot_count, plane.slot_bytes)
         except ConfigError as error:
-            return SlabRefused(hello_ok, str(error))
+            return SlabRefused(worker, hello_ok, str(error))
         self._mappings[hello_ok.session] = (view, layout)
-        return SlabMapped(hello_ok)
+        return SlabMapped(worker, hello_ok)
 
-    def _to_worker(self, item: Any, now_ms: int) -> list[Any]:
+    def _to_worker(self, worker: str, item: Any, now_ms: int) -> list[Any]:
         match item:
             case OpenSocket(route=route):
-                link = DealerLink(self._context, self._config.pd_prefill_worker, route)
-                self._worker = ControlPort(link, give_up_ms=self._config.dead_after_ms)
+                link = DealerLink(self._context, worker, route)
+                self._workers[worker] = ControlPort(link, give_up_ms=self._config.dead_after_ms)
                 self._loop.watch(link.sockets)
-            case CloseSocket() if self._worker is not None:
-                self._loop.forget(self._worker.link.sockets)
-                self._worker.close()
-                self._worker = None
-            case SendFrame() if self._worker is not None:
-                lost = self._worker.send(item, now_ms)
-                return [] if lost is None else [FromWorker(lost)]
+            case CloseSocket() if worker in self._workers:
+                port = self._workers.pop(worker)
+                self._loop.forget(port.link.sockets)
+                port.close()
+            case SendFrame() if worker in self._workers:
+                lost = self._workers[worker].send(item, now_ms)
+                return [] if lost is None else [FromWorker(worker, lost)]
         return []
 
     def _log_bad_frame(self, item: Any, peer: str) -> None:
@@ -238,14 +241,13 @@ class DecodeNode:
 
     def flush(self, now_ms: int) -> list[Any]:
         events: list[Any] = list(self._clients.flush(now_ms))
-        if self._worker is not None:
-            events += [FromWorker(lost) for lost in self._worker.flush(now_ms)]
+        for worker, port in self._workers.items():
+            events += [FromWorker(worker, lost) for lost in port.flush(now_ms)]
         return events
 
     def deadline_ms(self, now_ms: int) -> int | None:
         deadlines = [self._stack.deadline_ms(), self._clients.deadline_ms(now_ms)]
-        if self._worker is not None:
-            deadlines.append(self._worker.deadline_ms(now_ms))
+        deadlines += [port.deadline_ms(now_ms) for port in self._workers.values()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def check(self) -> None:
@@ -258,7 +260,7 @@ class DecodeNode:
         if orderly and self.leaving is not None and self.leaving[0] == ExitStatus.OK:
             self._compute.stop()
             self._text.stop()
-        for port in (self._clients, self._worker):
+        for port in (self._clients, *self._workers.values()):
             if port is not None:
                 port.close()
         # Last words, such as FAILED(ENGINE_HUNG), get the time that the sockets linger.

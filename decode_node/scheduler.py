@@ -16,14 +16,15 @@ from common.lifecycle import JobState
 from common.prefetch_route import check_prefetch_route
 from decode_node.jobs import Job
 from decode_node.lanes import Lane, Lanes
-from decode_node.slots import GrantedSlot, SlotLedger
+from decode_node.slots import GrantedSlot
+from decode_node.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """How prompts may be computed; the flags of the same names say what each means."""
 
-    prefill_worker: str | None
+    prefill_workers: tuple[str, ...]
     remote_only: bool
     backend: str
     slots: int
@@ -71,7 +72,7 @@ class Scheduler:
     def __init__(self, route: Route) -> None:
         """Raises ValueError for a route that cannot support the prefetch it asks for."""
         check_prefetch_route(
-            prefill_worker=route.prefill_worker,
+            prefill_workers=route.prefill_workers,
             remote_only=route.remote_only,
             backend=route.backend,
             slots=route.slots,
@@ -107,15 +108,15 @@ class Scheduler:
         """The depth in force: what was asked for, at most the slots there are."""
         return min(self.route.prefetch_depth, granted_count)
 
-    def goes_local(self, job: Job, worker_usable: bool) -> bool:
+    def goes_local(self, job: Job, workers: Workers) -> bool:
         """Whether this node is to compute the job's prompt."""
-        return job.force_local or (self.route.local_allowed and not worker_usable)
+        return job.force_local or (self.route.local_allowed and not workers.usable)
 
-    def must_wait(self, job: Job, worker_usable: bool) -> bool:
+    def must_wait(self, job: Job, workers: Workers) -> bool:
         """Whether nothing can be done for the job until a prefill node is usable."""
-        return not worker_usable and not self.goes_local(job, worker_usable)
+        return not workers.usable and not self.goes_local(job, workers)
 
-    def decide(self, lanes: Lanes, ledger: SlotLedger, worker_usable: bool) -> Decision | None:
+    def decide(self, lanes: Lanes, workers: Workers) -> Decision | None:
         """The next thing to do, if anything can be done now."""
         lane = lanes.free()
         prefilled = _first(self._prefilled, JobState.PREFILLED)
@@ -124,15 +125,15 @@ class Scheduler:
         job = self.head()
         if job is None:
             return None
-        if self.goes_local(job, worker_usable):
+        held = workers.live_count
+        if self.goes_local(job, workers):
             # A lane that a production was sent for is not taken from it.
-            unclaimed = lane is not None and lanes.free_count > ledger.live_count
+            unclaimed = lane is not None and lanes.free_count > held
             return PrefillLocally(job, lane) if unclaimed else None
-        slot = ledger.reservable() if worker_usable else None
-        room = lanes.free_count + self.depth(ledger.granted_count)
-        if slot is None or ledger.live_count >= room:
+        slot = workers.reservable()
+        if slot is None or held >= lanes.free_count + self.depth(workers.granted_count):
             return None
-        return SendPrefill(job, slot, prefetch=ledger.live_count >= lanes.free_count)
+        return SendPrefill(job, slot, prefetch=held >= lanes.free_count)
 
 
 def _first(heap: list[_Place], state: JobState) -> Job | None:

@@ -23,4 +23,5 @@ class DecodeSettings:
     max_queue: int
     prefill_timeout_ms: int
     prefill_wait_ms: int
+    prefill_retries: int
     job_timeout_ms: int

@@ -1,15 +1,13 @@
 """What a decode node answers to STATUS.
 
-Decides the keys, which docs/operations.md lists; called by the core. Plain values only, never prompt text,
-token ids or KV.
+Decides the keys, which docs/operations.md lists, and when the node calls itself ready; called by the core.
+Plain values only, never prompt text, token ids or KV.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from decode_node.core import DecodeCore
-
-HANDOFF_COUNTERS = ("remote_imports", "prefetches", "kv_refused", "local_prefill_tokens")
 
 
 def decode_status(core: "DecodeCore", now_ms: int) -> dict[str, Any]:
@@ -18,6 +16,7 @@ def decode_status(core: "DecodeCore", now_ms: int) -> dict[str, Any]:
     return {
         "role": "decode",
         "accepting": core.accepting,
+        "ready": core.accepting and not core.watch.slow(now_ms) and not _held_up(core, now_ms),
         "draining": core.desk.draining,
         "idle": core.idle,
         "incarnation": core.settings.incarnation,
@@ -26,10 +25,16 @@ def decode_status(core: "DecodeCore", now_ms: int) -> dict[str, Any]:
         "clients": len(core.desk.clients.sessions),
         "jobs": {state: states.count(state) for state in sorted(set(states))},
         "lanes": [{"lane": lane.index, "state": str(lane.state), "job": lane.job_id} for lane in core.lanes],
-        "prefetch_depth": core.scheduler.depth(core.worker.ledger.granted_count),
+        "prefetch_depth": core.scheduler.depth(core.workers.granted_count),
         "prefetch_depth_asked": core.route.prefetch_depth,
-        "worker": core.worker.status(now_ms),
-        "worker_refusal": core.refusal,
+        "workers": [worker.status(now_ms) for worker in core.workers],
         "progress": core.watch.progress,
-        "counters": {**core.desk.counters, **core.counters},
+        "progress_age_ms": core.watch.age_ms(now_ms),
+        "counters": core.counters,
     }
+
+
+def _held_up(core: "DecodeCore", now_ms: int) -> bool:
+    """Whether every usable prefill node sits on its work."""
+    usable = [worker for worker in core.workers if worker.usable]
+    return bool(usable) and all(worker.slow(now_ms) for worker in usable)

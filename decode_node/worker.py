@@ -17,6 +17,7 @@ from common.messages import (
     Draining,
     Grant,
     HelloOk,
+    HelloRefused,
     Pong,
     Prefill,
     PrefillDone,
@@ -37,9 +38,16 @@ class Completion:
 
 
 class Worker:
-    """One prefill node; sessions come and go."""
+    """One prefill node; sessions come and go.
 
-    def __init__(self, dead_after_ms: int) -> None:
+    refusal: why it, or we, last said no; empty once a session opens. misfit: it has never had a session and
+    will not have one.
+    """
+
+    def __init__(self, name: str, dead_after_ms: int) -> None:
+        self.name = name
+        self.refusal = ""
+        self.misfit = False
         self._dead_after_ms = dead_after_ms
         self._hello: HelloOk | None = None
         self._draining = False
@@ -68,6 +76,21 @@ class Worker:
         return willing and self.ledger.granted_count > 0
 
     @property
+    def work_count(self) -> int:
+        """Productions that are held or still owed."""
+        return self.ledger.live_count + len(self.orphans)
+
+    def knows(self, session: str) -> bool:
+        """Whether the session is open, or slots of it have survived its end."""
+        return session == self.session or any(slot.session == session for slot in self.ledger.survivors())
+
+    def slow(self, now_ms: int) -> bool:
+        """Whether work is there and half the time has passed after which it counts as hung."""
+        if self._hello is None or not self._owes():
+            return False
+        return now_ms - self._progress_ms >= self._stall_bound_ms() // 2
+
+    @property
     def orphans(self) -> list[GrantedSlot]:
         return [slot for slot in self.ledger.slots() if slot.state is SlotState.ORPHANED]
 
@@ -75,12 +98,19 @@ class Worker:
         """A session has begun."""
         self.ledger.open(hello.session, hello.incarnation, hello.grants, now_ms)
         self._hello = hello
+        self.refusal = ""
+        self.misfit = False
         self._draining = False
         self._suspected = False
         self._closing = False
         self._progress_ms = now_ms
         self._peer_progress = 0
         self.counters["sessions"] += 1
+
+    def refused(self, refusal: HelloRefused) -> None:
+        """The node, or the mapping of its slab, said no."""
+        self.refusal = refusal.detail
+        self.misfit = not refusal.temporary and self.counters["sessions"] == 0
 
     def on_suspected(self, event: WorkerSuspected, now_ms: int) -> list[Any]:
         """The prefill node has fallen silent, or speaks again: new work waits meanwhile."""
@@ -167,16 +197,33 @@ class Worker:
     def status(self, now_ms: int) -> dict[str, Any]:
         """Plain values for STATUS."""
         return {
+            "worker": self.name,
             "session": self.session,
+            "refusal": self.refusal,
             "usable": self.usable,
             "draining": self._draining,
             "suspected": self._suspected,
-            "slots": [_describe(slot, now_ms) for slot in self.ledger.slots()],
-            "survivors": [_describe(slot, now_ms) for slot in self.ledger.survivors()],
+            "slots": [self._describe(slot, now_ms) for slot in self.ledger.slots()],
+            "survivors": [self._describe(slot, now_ms) for slot in self.ledger.survivors()],
             "orphans": len(self.orphans),
             "progress_age_ms": now_ms - self._progress_ms,
             "counters": dict(self.counters),
         }
+
+    def _describe(self, slot: GrantedSlot, now_ms: int) -> dict[str, Any]:
+        age_ms = now_ms - slot.since_ms
+        described = {
+            "slot": slot.index,
+            "epoch": slot.last_epoch,
+            "state": str(slot.state),
+            "job": slot.job_id,
+            "age_ms": age_ms,
+            "cause": slot.cause,
+        }
+        if slot.state is SlotState.ORPHANED:
+            left_ms = self._orphan_bound_ms() - age_ms
+            described["ends_by"] = f"the producer's completion, or the session's end in {left_ms} ms"
+        return described
 
     def _complete(
         self, message: PrefillDone | PrefillFailed, now_ms: int
@@ -245,14 +292,3 @@ class Worker:
         """End the session; nothing more is sent into it meanwhile."""
         self._closing = True
         return CloseWorker(self.session, reason)
-
-
-def _describe(slot: GrantedSlot, now_ms: int) -> dict[str, Any]:
-    return {
-        "slot": slot.index,
-        "epoch": slot.last_epoch,
-        "state": str(slot.state),
-        "job": slot.job_id,
-        "age_ms": now_ms - slot.since_ms,
-        "cause": slot.cause,
-    }

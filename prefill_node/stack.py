@@ -8,6 +8,7 @@ and `SessionLost` as news for the log.
 from collections import deque
 from typing import Any
 
+from common.messages import StatusReply
 from prefill_node import events as ev
 from prefill_node.core import PrefillCore
 from transport.listener import Listener
@@ -48,7 +49,7 @@ class PrefillStack:
                 pending.extend(self.core.step(inward, now_ms))
                 if isinstance(inward, ev.SessionLost):
                     outside.append(inward)
-            elif (outward := self._outward(item)) is not None:
+            elif (outward := self._outward(item, now_ms)) is not None:
                 pending.extend(self.listener.step(outward, now_ms))
             elif isinstance(item, _CORE_EVENTS):
                 pending.extend(self.core.step(item, now_ms))
@@ -74,11 +75,13 @@ class PrefillStack:
                 return ev.ClientMistake(session, detail)
         return None
 
-    def _outward(self, effect: Any) -> Any | None:
+    def _outward(self, effect: Any, now_ms: int) -> Any | None:
         """What an effect of the core is to the sessions."""
         match effect:
             case ev.AnswerHello(route=route, message=message):
                 return Answer(route, message)
+            case ev.SendMessage(session=session, message=StatusReply(status=status)):
+                return Post(session, StatusReply({**status, **self.listener.status(now_ms)}))
             case ev.SendMessage(session=session, message=message):
                 return Post(session, message)
             case ev.CloseSession(session=session, reason=reason):

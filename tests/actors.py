@@ -75,8 +75,10 @@ DECODE_SETTINGS = DecodeSettings(
     prefill_timeout_ms=PREFILL_TIMEOUT_MS,
     prefill_wait_ms=PREFILL_WAIT_MS,
     job_timeout_ms=JOB_TIMEOUT_MS,
+    prefill_retries=1,
 )
-ROUTE = Route("memory", remote_only=True, backend="emulated", slots=1, prefetch_depth=1)
+WORKER = "memory"
+ROUTE = Route((WORKER,), remote_only=True, backend="emulated", slots=1, prefetch_depth=1)
 LOCAL_ROUTE = replace(ROUTE, remote_only=False, prefetch_depth=0, on_prefill_failure="local")
 
 

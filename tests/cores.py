@@ -16,8 +16,9 @@ from decode_node.core import DecodeCore
 from decode_node.jobs import Job
 from decode_node.scheduler import Route
 from decode_node.stack import DecodeStack, FromWorker, MapSlab, SlabMapped, SlabRefused, ToWorker
+from decode_node.worker import Worker
 from prefill_node import events as prefill_ev
-from tests.actors import DECODE_SETTINGS, NEVER_MS, ROUTE, TIMES, Client, PrefillSide, names
+from tests.actors import DECODE_SETTINGS, NEVER_MS, ROUTE, TIMES, WORKER, Client, PrefillSide, names
 from tests.devices import PROFILE, Device, Slab, Text
 from transport.codec import Header, decode, encode
 from transport.connector import Connector
@@ -47,7 +48,8 @@ class Pair:
         self.settings = replace(DECODE_SETTINGS, **settings)
         self.core = DecodeCore(self.settings, route, names("client-session"), names("job"))
         connector = Connector(TIMES, self.settings.incarnation, Role.DECODE, PROFILE)
-        self.decode = DecodeStack(Listener(TIMES, lambda: self.core.watch.progress), connector, self.core)
+        listener = Listener(TIMES, self.core.progress_count)
+        self.decode = DecodeStack(listener, {WORKER: connector}, self.core)
         self.device, self.text = Device(), Text()
         self.router = MemoryRouter()
         self.port = ControlPort(self.router, NEVER_MS)
@@ -77,6 +79,11 @@ class Pair:
         dealer = MemoryDealer(router, route)
         self._dealers.append(dealer)  # its name is its id, which must not come again
         return ControlPort(dealer, NEVER_MS)
+
+    @property
+    def worker(self) -> Worker:
+        """The prefill node, as the decode core sees it."""
+        return self.core.workers.get(WORKER)
 
     def tick(self) -> None:
         """Let everybody look at the clock, and deliver."""
@@ -124,10 +131,10 @@ class Pair:
             case ToWorker(item=item):
                 self._execute_worker(item)
             case MapSlab(hello_ok=hello_ok) if self.map_refusal:
-                return [SlabRefused(hello_ok, self.map_refusal)]
+                return [SlabRefused(WORKER, hello_ok, self.map_refusal)]
             case MapSlab(hello_ok=hello_ok):
                 self.device.mappings[hello_ok.session] = self._slabs[hello_ok.plane.name]
-                return [SlabMapped(hello_ok)]
+                return [SlabMapped(WORKER, hello_ok)]
             case ev.UnmapSlab(session=session):
                 del self.device.mappings[session]
                 self.unmapped.append(session)
@@ -188,7 +195,7 @@ class Pair:
     def _deliver_down(self) -> int:
         moved = 0
         for item in self._arrivals(None if self.hold_down or self.exit else self.worker_port):
-            self.step_decode(FromWorker(item))
+            self.step_decode(FromWorker(WORKER, item))
             moved += 1
         return moved
 
@@ -267,7 +274,7 @@ class Pair:
 
     def end_session(self, reason: str = "test") -> None:
         """The session between the nodes ends, by the decode node's word."""
-        self.step_decode(FromWorker(EndSession(self.core.worker.session, reason)))
+        self.step_decode(FromWorker(WORKER, EndSession(self.worker.session, reason)))
         self.deliver()
 
     def edit_down(self, change: Callable[[Any], Any]) -> None:
@@ -286,7 +293,7 @@ class Pair:
         return None if job_id is None else self.core.desk.get(job_id)
 
     def slot_states(self) -> list[str]:
-        return [str(slot.state) for slot in self.core.worker.ledger.slots()]
+        return [str(slot.state) for slot in self.worker.ledger.slots()]
 
     def source_states(self) -> list[str]:
         return [slot["state"] for slot in self.prefill.core.status(self.now_ms)["slots"]]

@@ -75,6 +75,14 @@ class Listener:
         """Open sessions, for STATUS; not to be changed."""
         return tuple(self._sessions.values())
 
+    def status(self, now_ms: int) -> dict[str, Any]:
+        """What the sessions add to a node's STATUS."""
+        described = [
+            {"session": each.identity, "role": str(each.role), "silent_ms": now_ms - each.heard_ms}
+            for each in self._sessions.values()
+        ]
+        return {"sessions": described, "stale_messages": self.stale_messages}
+
     def _on_frame(self, event: FrameReceived, now_ms: int) -> list[Any]:
         message = event.message
         if isinstance(message, Hello):

@@ -174,13 +174,13 @@ def test_a_busy_decode_engine_keeps_its_lease(world: World) -> None:
     pair.wait_slot("ready")
 
     def age_ms(status: dict) -> int:
-        return status["worker"]["slots"][0]["age_ms"]
+        return status["workers"][0]["slots"][0]["age_ms"]
 
     world.wait_status(pair.decode, lambda status: age_ms(status) > LEASE_MS + DEAD_AFTER_MS, "a lease passes")
     pair.decode.release("decode.step")
     assert world.end_of(running).token_ids == expected(A, 100, ignore_eos=True)
     assert world.end_of(held).token_ids == expected(B, 9)
-    assert world.status(pair.decode)["worker"]["counters"]["sessions"] == 1
+    assert world.status(pair.decode)["workers"][0]["counters"]["sessions"] == 1
     pair.audit(imports=2)
 
 

@@ -88,7 +88,7 @@ def test_a_draining_prefill_node_finishes_its_work_and_its_successor_takes_over(
     second = pair.client.submit("second", C, max_tokens=9)
     world.wait_held(pair.prefill, "prefill.answer")
     pair.prefill.signal(signal.SIGTERM)
-    world.wait_status(pair.decode, lambda status: status["worker"]["draining"], "DRAINING has arrived")
+    world.wait_status(pair.decode, lambda status: status["workers"][0]["draining"], "DRAINING has arrived")
     assert pair.prefill.status is None, "it must not leave while it owes a completion"
     assert not world.status(pair.decode)["accepting"]
     pair.prefill.release("prefill.answer")

@@ -29,8 +29,8 @@ def test_a_mismatch_after_the_first_session_is_waited_out(world: World) -> None:
     world.stop(pair.prefill)
     other = world.prefill("--emulated-seed", "1", bind=pair.prefill.endpoint)
     world.wait_for_log(pair.decode, "hello.refused")
-    status = world.wait_status(pair.decode, lambda status: status["worker_refusal"], "STATUS shows it")
-    assert "weights_digest" in status["worker_refusal"]
+    status = world.wait_status(pair.decode, lambda status: status["workers"][0]["refusal"], "STATUS shows it")
+    assert "weights_digest" in status["workers"][0]["refusal"]
     assert not status["accepting"]
     world.stop(other)
     pair.prefill = world.prefill(bind=pair.prefill.endpoint)

@@ -46,7 +46,7 @@ def check_tokens(answers: dict[str, Answer], labels: str) -> None:
 
 
 def prefills_sent(status: dict[str, Any]) -> int:
-    return status["worker"]["counters"]["prefills_sent"]
+    return status["workers"][0]["counters"]["prefills_sent"]
 
 
 def test_prefetch_success_holds_the_slot_until_the_import_has_ended(world: World) -> None:
@@ -57,7 +57,7 @@ def test_prefetch_success_holds_the_slot_until_the_import_has_ended(world: World
     seen = len(answers["A"].token_ids)
     world.wait(lambda: len(answers["A"].token_ids) > seen + 20, "the lane decodes while B is computed")
     status = world.status(pair.decode)
-    assert sorted(slot["state"] for slot in status["worker"]["slots"]) == ["free", "producing"]
+    assert sorted(slot["state"] for slot in status["workers"][0]["slots"]) == ["free", "producing"]
     assert (status["idle"], status["jobs"]) == (False, {"decoding": 1, "prefilling": 1, "queued": 1})
 
     pair.prefill.release("prefill.answer")
@@ -87,7 +87,7 @@ def test_prefetch_cancel_keeps_the_slot_until_the_producer_has_answered(slow_pai
     pair.client.cancel("B")
     assert world.end_of(answers["B"]).code == "CANCELLED"
     status = pair.wait_slot("orphaned")
-    epoch = status["worker"]["slots"][0]["epoch"]
+    epoch = status["workers"][0]["slots"][0]["epoch"]
     sent = before["prefills_sent"] + 2
     assert (status["idle"], prefills_sent(status), status["jobs"]["queued"]) == (False, sent, 1)
 
@@ -95,7 +95,7 @@ def test_prefetch_cancel_keeps_the_slot_until_the_producer_has_answered(slow_pai
     world.end_of(answers["A"])
     status = world.status(pair.decode)
     assert status["lanes"][0]["state"] == "free"
-    assert [slot["state"] for slot in status["worker"]["slots"]] == ["orphaned"]
+    assert [slot["state"] for slot in status["workers"][0]["slots"]] == ["orphaned"]
     assert (status["idle"], prefills_sent(status), status["jobs"]) == (False, sent, {"queued": 1})
 
     pair.prefill.release("prefill.chunk")
@@ -157,7 +157,7 @@ def test_a_cancel_during_the_import_waits_for_the_end_of_the_copy(slow_pair: Pai
     pair.client.cancel("B")
     assert world.end_of(answer).code == "CANCELLED"
     status = world.status(pair.decode)
-    assert [slot["state"] for slot in status["worker"]["slots"]] == ["importing"]
+    assert [slot["state"] for slot in status["workers"][0]["slots"]] == ["importing"]
     assert (status["lanes"][0]["state"], status["idle"]) == ("importing", False)
     following = pair.client.submit("C", C, max_tokens=9)
     world.wait(lambda: following.accepted, "C is accepted")

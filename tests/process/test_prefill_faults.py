@@ -11,7 +11,7 @@ STALL_MS = 1_500
 
 def restart_prefill(pair: Pair) -> None:
     pair.prefill = pair.world.prefill(bind=pair.prefill.endpoint)
-    pair.world.wait_status(pair.decode, lambda status: status["worker"]["usable"], "it is back")
+    pair.world.wait_status(pair.decode, lambda status: status["workers"][0]["usable"], "it is back")
 
 
 def decoding(pair: Pair, max_tokens: int = 400) -> Answer:
@@ -35,7 +35,7 @@ def test_a_prefill_node_killed_while_computing_fails_that_job_alone(world: World
     assert world.end_of(running).token_ids == expected(A, 400, ignore_eos=True)
     assert world.end_of(waiting).token_ids == expected(C, 9)
     status = world.status(pair.decode)
-    assert (status["incarnation"], status["worker"]["counters"]["sessions"]) == (incarnation, 2)
+    assert (status["incarnation"], status["workers"][0]["counters"]["sessions"]) == (incarnation, 2)
     assert len(pair.prefill.logged("prefill.done")) == 1, "the lost job must not be computed again"
     pair.audit(imports=2)
 
@@ -59,8 +59,10 @@ def test_kv_that_is_ready_outlives_its_producer(world: World) -> None:
     survivor = pair.client.submit("B", B, max_tokens=9)
     pair.wait_slot("ready")
     world.kill(pair.prefill)
-    status = world.wait_status(pair.decode, lambda status: status["worker"]["survivors"], "B has survived")
-    assert (status["worker"]["session"], status["idle"], running.end) == (None, False, None)
+    status = world.wait_status(
+        pair.decode, lambda status: status["workers"][0]["survivors"], "B has survived"
+    )
+    assert (status["workers"][0]["session"], status["idle"], running.end) == (None, False, None)
     assert world.end_of(running).token_ids == expected(A, 400, ignore_eos=True)
     assert world.end_of(survivor).token_ids == expected(B, 9)
     restart_prefill(pair)
@@ -74,7 +76,7 @@ def test_an_import_that_runs_outlives_its_producer(world: World) -> None:
     answer = pair.client.submit("B", B, max_tokens=9)
     world.wait_held(pair.decode, "import.piece")
     world.kill(pair.prefill)
-    world.wait_status(pair.decode, lambda status: status["worker"]["survivors"], "the copy has survived")
+    world.wait_status(pair.decode, lambda status: status["workers"][0]["survivors"], "the copy has survived")
     restart_prefill(pair)
     following = pair.client.submit("C", C, max_tokens=9)
     pair.decode.release("import.piece")
@@ -112,7 +114,7 @@ def test_a_prefill_node_stopped_for_too_long_loses_its_session_and_is_served_aga
     pair.prefill.release("prefill.chunk")
     assert world.end_of(waiting).token_ids == expected(C, 9)
     assert lost.token_ids == [], "the record of the ended session came too late for everybody"
-    assert world.status(pair.decode)["worker"]["counters"]["sessions"] >= 2
+    assert world.status(pair.decode)["workers"][0]["counters"]["sessions"] >= 2
     pair.audit(imports=1)
 
 
@@ -137,14 +139,14 @@ def test_a_long_chunk_is_not_taken_for_a_dead_node(world: World) -> None:
     world.wait_held(pair.prefill, "prefill.chunk")
 
     def age_ms(status: dict) -> int:
-        return status["worker"]["slots"][0]["age_ms"]
+        return status["workers"][0]["slots"][0]["age_ms"]
 
     # Longer than dead-after and the lease together: the sockets live while compute does not answer.
     world.wait_status(pair.decode, lambda status: age_ms(status) > 2_500, "the chunk takes long")
     assert answer.end is None
     pair.prefill.release("prefill.chunk")
     assert world.end_of(answer).token_ids == expected(B, 9)
-    assert world.status(pair.decode)["worker"]["counters"]["sessions"] == 1
+    assert world.status(pair.decode)["workers"][0]["counters"]["sessions"] == 1
     pair.audit(imports=1)
 
 

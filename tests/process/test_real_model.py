@@ -44,7 +44,7 @@ def pair(files: ModelFiles) -> Iterator[Pair]:
         status = running.status()
         assert status["idle"]
         assert status["counters"]["local_prefill_tokens"] == 0
-        assert [slot["state"] for slot in status["worker"]["slots"]] == ["free"]
+        assert [slot["state"] for slot in status["workers"][0]["slots"]] == ["free"]
 
 
 @pytest.fixture(scope="module")

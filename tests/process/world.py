@@ -272,13 +272,13 @@ class Pair:
 
     def slots(self) -> list[str]:
         """States of the granted slots, as the decode node sees them."""
-        return [slot["state"] for slot in self.world.status(self.decode)["worker"]["slots"]]
+        return [slot["state"] for slot in self.world.status(self.decode)["workers"][0]["slots"]]
 
     def wait_slot(self, state: str) -> dict[str, Any]:
         """Wait until a granted slot is in this state; the STATUS of that moment."""
 
         def condition(status: dict[str, Any]) -> bool:
-            return any(slot["state"] == state for slot in status["worker"]["slots"])
+            return any(slot["state"] == state for slot in status["workers"][0]["slots"])
 
         return self.world.wait_status(self.decode, condition, f"a slot is {state}")
 
@@ -291,7 +291,7 @@ class Pair:
     def counts(self) -> dict[str, int]:
         """What both nodes have counted so far."""
         decode, prefill = self.world.status(self.decode), self.world.status(self.prefill)
-        return {**decode["counters"], **decode["worker"]["counters"], **prefill["counters"]}
+        return {**decode["counters"], **decode["workers"][0]["counters"], **prefill["counters"]}
 
     def check_counts(self, before: dict[str, int], **grown_by: int) -> None:
         """Wait until nothing is held; the named counters have grown by so much since `before`."""
@@ -317,7 +317,7 @@ class Pair:
 
 
 def _is_clean(status: dict[str, Any]) -> bool:
-    worker = status["worker"]
+    worker = status["workers"][0]
     states = [slot["state"] for slot in worker["slots"]] + [lane["state"] for lane in status["lanes"]]
     quiet = not status["jobs"] and not worker["survivors"] and not worker["orphans"]
     return status["idle"] and quiet and set(states) == {"free"}

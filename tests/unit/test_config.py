@@ -127,7 +127,7 @@ def test_any_decoding_backend_may_prefetch(backend: str) -> None:
 
 def test_the_route_check_is_the_same_for_a_constructor_without_configuration() -> None:
     route = {
-        "prefill_worker": WORKER,
+        "prefill_workers": (WORKER,),
         "remote_only": True,
         "backend": "emulated",
         "slots": 1,
@@ -135,7 +135,7 @@ def test_the_route_check_is_the_same_for_a_constructor_without_configuration() -
         "on_prefill_failure": "fail",
     }
     check_prefetch_route(**route)
-    for change in ({"remote_only": False}, {"prefill_worker": None}, {"slots": 2}, {"prefetch_depth": -1}):
+    for change in ({"remote_only": False}, {"prefill_workers": ()}, {"slots": 2}, {"prefetch_depth": -1}):
         with pytest.raises(ValueError, match=r"--(pd-|slots)"):
             check_prefetch_route(**{**route, **change})
 

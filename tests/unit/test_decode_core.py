@@ -111,8 +111,8 @@ def check_everything_is_free(pair: Pair) -> None:
     assert pair.core.idle
     assert set(pair.slot_states()) <= {"free"}
     assert set(pair.source_states()) <= {"idle", "pool"}
-    assert list(pair.core.worker.ledger.survivors()) == []
-    assert pair.core.worker.counters["late_completions"] <= pair.core.worker.counters["orphans"]
+    assert list(pair.worker.ledger.survivors()) == []
+    assert pair.worker.counters["late_completions"] <= pair.worker.counters["orphans"]
     assert (pair.device.samplers, pair.text.streams) == ({}, {})
     assert pair.core.desk.timers.deadline_ms() is None
     assert pair.core.desk.waiting_count == 0
@@ -183,7 +183,7 @@ SURVIVE_A_LOST_WORKER = [state for state in LIVE_STATES if state is not JobState
 @pytest.mark.parametrize("state", LIVE_STATES)
 def test_the_prefill_node_is_lost(state: JobState) -> None:
     pair = reach(state)
-    if pair.core.worker.session is not None:
+    if pair.worker.session is not None:
         pair.end_session()
     wind_up(pair)
     assert outcome(pair) == (FINISHED if state in SURVIVE_A_LOST_WORKER else ErrorCode.PEER_LOST)
@@ -196,7 +196,7 @@ def test_the_prefill_node_is_restarted(state: JobState) -> None:
     pair.start_prefill("prefill-2")
     pair.prefill_exists = True
     pair.advance(TIMES.dead_after_ms + 300)
-    assert pair.core.worker.usable
+    assert pair.worker.usable
     wind_up(pair)
     assert outcome(pair) == (FINISHED if state in SURVIVE_A_LOST_WORKER else ErrorCode.PEER_LOST)
     check_the_node_goes_on(pair)

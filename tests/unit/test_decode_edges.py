@@ -217,7 +217,7 @@ def test_the_wait_begins_when_the_prefill_node_becomes_unusable_not_when_the_job
         pair.prefill_chunk()
         pair.decode_steps(1)
     pair.stop_prefill()
-    assert not pair.core.worker.usable
+    assert not pair.worker.usable
     pair.advance(PREFILL_WAIT_MS - 1)
     assert pair.client.answer("x") is None
     pair.advance(1)
@@ -358,11 +358,11 @@ def test_after_the_first_session_a_mismatch_is_shown_and_retried_not_obeyed() ->
     pair.start_prefill("prefill-2", replace(PROFILE, weights_digest="other"))
     pair.advance(2_000)
     assert pair.exit is None
-    assert "weights_digest" in pair.core.status(pair.now_ms)["worker_refusal"]
+    assert "weights_digest" in pair.core.status(pair.now_ms)["workers"][0]["refusal"]
     pair.start_prefill("prefill-3")
     pair.advance(1_000)
-    assert pair.core.worker.usable
-    assert pair.core.status(pair.now_ms)["worker_refusal"] == ""
+    assert pair.worker.usable
+    assert pair.core.status(pair.now_ms)["workers"][0]["refusal"] == ""
 
 
 def test_a_lease_not_longer_than_our_patience_is_refused() -> None:
@@ -380,8 +380,8 @@ def test_status_names_what_a_person_needs() -> None:
     pair.client.submit("x", X)
     pair.client.cancel("x")
     status = pair.core.status(pair.now_ms + 7)
-    assert status["worker"]["orphans"] == 1
-    [slot] = status["worker"]["slots"]
+    assert status["workers"][0]["orphans"] == 1
+    [slot] = status["workers"][0]["slots"]
     assert (slot["state"], slot["age_ms"]) == ("orphaned", 7)
     assert "CANCELLED" in slot["cause"]
     assert status["idle"] is False

@@ -241,7 +241,7 @@ def test_k6_a_cancel_that_races_with_the_completion_is_harmless_in_both_orders(r
     pair.hold_up = False
     pair.deliver()
     assert pair.client.answer("a").code is ErrorCode.CANCELLED
-    assert pair.core.worker.session == "prefill-1-session-1", "the late CANCEL was a legal no-op"
+    assert pair.worker.session == "prefill-1-session-1", "the late CANCEL was a legal no-op"
     check_probe(pair)
 
 
@@ -294,7 +294,7 @@ def test_k7_a_message_out_of_place_ends_at_most_its_session(message: object, num
     pair.client.submit("a", A, max_tokens=9)
     pair.prefill_all()
     pair.compute()
-    session = pair.core.worker.session
+    session = pair.worker.session
     if numbered_right:
         pair.prefill.step(Post(session, message), pair.now_ms)
     else:
@@ -316,17 +316,17 @@ UNKNOWN = [Cancel(0, 1), Release(0, 1), Release(3, 1), Cancel(9, 9)]
 @pytest.mark.parametrize("message", UNKNOWN)
 def test_k7_unknown_slots_and_epochs_at_the_prefill_node_create_nothing(message: object) -> None:
     pair = Pair()
-    session = pair.core.worker.session
-    pair.worker_port.send(pair.decode.connector._session.frame(message), pair.now_ms)
+    session = pair.worker.session
+    pair.worker_port.send(pair.decode.connectors["memory"]._session.frame(message), pair.now_ms)
     pair.deliver()
     pair.advance(500)
-    assert pair.core.worker.session != session, "a pair outside the table ends the session"
+    assert pair.worker.session != session, "a pair outside the table ends the session"
     check_probe(pair)
 
 
 def test_k7_late_messages_of_ended_sessions_keep_no_memory() -> None:
     pair = Pair()
-    port, frame = pair.worker_port, pair.decode.connector._session.frame(Cancel(0, 1))
+    port, frame = pair.worker_port, pair.decode.connectors["memory"]._session.frame(Cancel(0, 1))
     pair.end_session()
     for _ in range(1_000):
         port.link.router = pair.prefill.router
@@ -388,6 +388,6 @@ def test_k9_a_queue_that_is_longer_than_a_lease_is_no_reason_to_expire() -> None
     for _ in range(5):
         pair.advance(1_500)
         pair.decode_steps(1)
-    assert pair.core.worker.counters["sessions"] == 1
+    assert pair.worker.counters["sessions"] == 1
     pair.finish()
     assert pair.client.tokens("b") == expected_tokens(B, 4)

@@ -112,7 +112,7 @@ def test_a_survivor_of_an_ended_session_counts() -> None:
     pair.client.submit("c", C)
     pair.end_session()
     pair.advance(200)
-    assert pair.core.worker.usable
+    assert pair.worker.usable
     assert sent_labels(pair) == ["a", "b"], "depth 1, and the survivor is the one"
     pair.finish()
     check_tokens(pair, "b", B, 4)
@@ -212,7 +212,7 @@ def test_after_a_cancel_that_crosses_the_record_the_record_frees_the_slot_and_do
     pair.client.cancel("b")
     pair.prefill_all()
     assert pair.client.answer("b").code is ErrorCode.CANCELLED
-    assert pair.core.worker.counters["late_completions"] == 1
+    assert pair.worker.counters["late_completions"] == 1
     assert pair.client.tokens("b") == []
     pair.hold_up = False
     pair.deliver()
@@ -333,7 +333,7 @@ def test_with_it_off_nothing_is_sent_until_the_lane_is_free() -> None:
 
 
 REFUSED_ROUTES = [
-    ({"prefill_worker": None}, {"pd_prefill_worker": None}),
+    ({"prefill_workers": ()}, {"pd_prefill_worker": None}),
     ({"remote_only": False}, {"pd_remote_only": False}),
     ({"slots": 2}, {"slots": 2}),
     ({"prefetch_depth": -1}, {"pd_prefetch_next": -1}),

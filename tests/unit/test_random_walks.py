@@ -95,7 +95,7 @@ class Walk:
         self.pair.advance(self.random.choice([1, 20, 60, 200, 700]))
 
     def end_session(self) -> None:
-        if self.pair.core.worker.session is not None:
+        if self.pair.worker.session is not None:
             self.pair.end_session()
 
     def crash(self) -> None:
@@ -124,7 +124,7 @@ class Walk:
         for _ in range(60):
             pair.finish()
             sessions = pair.prefill.core.status(pair.now_ms)["decode_sessions"]
-            if pair.core.idle and pair.core.worker.usable and [pair.core.worker.session] == sessions:
+            if pair.core.idle and pair.worker.usable and [pair.worker.session] == sessions:
                 return
             pair.advance(100)
         raise AssertionError(f"INV-7: no rest: {pair.core.status(pair.now_ms)}")
@@ -151,6 +151,6 @@ def test_after_any_events_and_calm_every_job_was_answered_once_and_nothing_is_he
     pair = run.pair
     assert set(pair.slot_states()) == {"free"}
     assert set(pair.source_states()) == {"idle"}
-    assert set(pair.device.mappings) == {pair.core.worker.session}
+    assert set(pair.device.mappings) == {pair.worker.session}
     assert (pair.device.samplers, pair.text.streams) == ({}, {})
     assert pair.core.desk.timers.deadline_ms() is None

@@ -44,8 +44,8 @@ def test_a_decode_node_that_dies_is_replaced_after_its_lease_and_its_prefills_ar
         newer = another_decode_node(pair, f"decode-{number + 2}")
         newer.advance(TIMES.lease_ms + 2 * TIMES.backoff_max_ms)
         newer.prefill_all()
-        assert newer.core.worker.usable
-        assert newer.core.worker.ledger.granted_count == 2
+        assert newer.worker.usable
+        assert newer.worker.ledger.granted_count == 2
         check_works(newer)
         pair = newer
 
@@ -55,7 +55,7 @@ def test_a_second_decode_node_waits_for_the_first_to_leave_and_does_not_give_up(
     second = another_decode_node(first, "decode-2")
     second.advance(TIMES.lease_ms // 2)
     assert second.exit is None
-    assert "another decode node" in second.core.refusal
+    assert "another decode node" in second.worker.refusal
     first.now_ms = second.now_ms
     first.stop_decode()
     assert first.exit.status == ExitStatus.OK
@@ -71,7 +71,7 @@ def test_every_order_of_starts_and_ends_leads_to_a_working_pair(order: tuple[str
             pair.prefill_exists = True
         elif what == "crash":
             pair.start_prefill(f"prefill-{number + 2}")
-        elif pair.core.worker.session is not None:
+        elif pair.worker.session is not None:
             pair.end_session()
         pair.advance(TIMES.dead_after_ms + TIMES.hello_timeout_ms)
     pair.advance(2 * TIMES.backoff_max_ms + TIMES.hello_timeout_ms)
@@ -86,30 +86,30 @@ def test_a_handshake_whose_answer_is_lost_is_clean_the_second_time() -> None:
     assert pair.prefill.core.status(pair.now_ms)["decode_sessions"], "that side thinks it is open"
     pair.hold_down = False
     pair.advance(TIMES.hello_timeout_ms)
-    assert [pair.core.worker.session] == pair.prefill.core.status(pair.now_ms)["decode_sessions"]
-    assert pair.core.worker.counters["sessions"] == 1
+    assert [pair.worker.session] == pair.prefill.core.status(pair.now_ms)["decode_sessions"]
+    assert pair.worker.counters["sessions"] == 1
     check_works(pair)
 
 
 def test_an_older_attempt_that_arrives_after_the_newer_one_disturbs_nothing() -> None:
     pair = Pair()
-    session = pair.core.worker.session
+    session = pair.worker.session
     stale = FrameReceived(b"ghost", None, 0, Hello("decode-1", 0, "decode", PROFILE))
     pair.prefill.step(stale, pair.now_ms)
     pair.deliver()
     pair.advance(300)
-    assert pair.core.worker.session == session
+    assert pair.worker.session == session
     check_works(pair)
 
 
 def test_a_session_that_is_lost_on_one_side_is_noticed_on_the_other_by_its_next_message() -> None:
     pair = Pair()
-    session = pair.core.worker.session
+    session = pair.worker.session
     [peer] = pair.prefill.stack.listener.sessions
     pair.prefill.step(RouteLost(peer.route), pair.now_ms)
     assert pair.prefill.core.status(pair.now_ms)["decode_sessions"] == []
     pair.advance(TIMES.ping_ms)
-    assert pair.core.worker.session != session, "PING was answered SESSION_GONE"
+    assert pair.worker.session != session, "PING was answered SESSION_GONE"
     pair.advance(300)
     check_works(pair)
 
@@ -123,12 +123,12 @@ def test_slots_of_a_dead_incarnation_are_never_taken_for_those_of_the_new_one(mo
     if moment == "importing":
         pair.compute_one()
     old_reservation = pair.job("a").reservation
-    pair.step_decode(FromWorker(RouteLost(pair.worker_port.link.route)))
+    pair.step_decode(FromWorker("memory", RouteLost(pair.worker_port.link.route)))
     pair.start_prefill("prefill-2")
     pair.advance(500)
     pair.client.submit("b", B)
     pair.prefill_all()
-    [slot] = pair.core.worker.ledger.slots()
+    [slot] = pair.worker.ledger.slots()
     assert slot.incarnation == "prefill-2"
     assert slot.reservation != old_reservation
     pair.finish()
@@ -151,7 +151,7 @@ def test_a_survivor_keeps_its_slot_from_being_used_in_the_next_session_of_the_sa
     pair.client.submit("c", A)
     pair.end_session()
     pair.advance(300)
-    assert pair.core.worker.usable
+    assert pair.worker.usable
     assert len(pair.sent) == 2, "slot 0 is free in the new session, but b's bytes lie in it"
     pair.finish()
     assert pair.client.tokens("b") == expected_tokens(B, 4)
@@ -164,8 +164,8 @@ def test_a_slab_that_cannot_be_mapped_after_a_restart_is_shown_and_tried_again()
     pair.start_prefill("prefill-2")
     pair.advance(TIMES.dead_after_ms + 1_000)
     assert pair.exit is None
-    assert not pair.core.worker.usable
-    assert "/dev/shm" in pair.core.status(pair.now_ms)["worker_refusal"]
+    assert not pair.worker.usable
+    assert "/dev/shm" in pair.core.status(pair.now_ms)["workers"][0]["refusal"]
     assert pair.prefill.core.status(pair.now_ms)["decode_sessions"] == []
     pair.map_refusal = ""
     pair.advance(2 * TIMES.backoff_max_ms)

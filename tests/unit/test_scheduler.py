@@ -6,13 +6,18 @@ from dataclasses import replace
 import pytest
 
 from common.lifecycle import JobEvent, LaneEvent, SlotEvent
-from common.messages import SlotGrant
+from common.messages import HelloOk, ShmPlane, SlotGrant
 from common.sampling import SamplingParams
+from decode_node.events import WorkerSuspected
 from decode_node.jobs import Job
 from decode_node.lanes import Lanes
 from decode_node.scheduler import ImportInto, PrefillLocally, Route, Scheduler, SendPrefill
 from decode_node.slots import GrantedSlot, SlotLedger
-from tests.actors import LOCAL_ROUTE, ROUTE
+from decode_node.workers import Workers
+from tests.actors import LOCAL_ROUTE, ROUTE, WORKER
+from tests.devices import PROFILE
+
+DEAD_AFTER_MS = 300
 
 
 class World:
@@ -21,10 +26,23 @@ class World:
     def __init__(self, *, lanes: int = 1, slots: int = 2, route: Route = ROUTE) -> None:
         self.scheduler = Scheduler(route)
         self.lanes = Lanes(lanes)
-        self.ledger = SlotLedger()
-        self.ledger.open("s1", "p1", tuple(SlotGrant(index, 0) for index in range(slots)))
-        self.usable = True
+        self.workers = Workers(route.prefill_workers, DEAD_AFTER_MS)
+        self.open("s1", slots)
         self.arrivals = 0
+
+    def open(self, session: str, slots: int, worker: str = WORKER) -> None:
+        grants = tuple(SlotGrant(index, 0) for index in range(slots))
+        hello = HelloOk(session, f"of {session}", 5_000, 1_000, PROFILE, grants, ShmPlane("slab", slots, 64))
+        self.workers.get(worker).opened(hello, 0)
+
+    @property
+    def ledger(self) -> SlotLedger:
+        return self.workers.get(WORKER).ledger
+
+    def suspect(self) -> None:
+        """The prefill node is not usable any more."""
+        worker = self.workers.get(WORKER)
+        worker.on_suspected(WorkerSuspected(worker.session, silent=True), 0)
 
     def queue(self, name: str) -> Job:
         self.arrivals += 1
@@ -34,7 +52,7 @@ class World:
         return job
 
     def decide(self) -> ImportInto | PrefillLocally | SendPrefill | None:
-        return self.scheduler.decide(self.lanes, self.ledger, self.usable)
+        return self.scheduler.decide(self.lanes, self.workers)
 
     def send(self, decision: SendPrefill) -> GrantedSlot:
         job = decision.job
@@ -110,8 +128,8 @@ def test_a_survivor_counts_towards_depth() -> None:
     world = World(slots=1)
     job = world.queue("a")
     world.complete(job, world.send(world.decide()), first_token=None)
-    world.ledger.close()
-    world.ledger.open("s2", "p2", (SlotGrant(0, 0), SlotGrant(1, 0)))
+    world.workers.get(WORKER).lost("s1", 0)
+    world.open("s2", 2)
     for name in "bcd":
         world.queue(name)
     assert world.send_all() == ["b"], "one free lane, depth 1, one survivor"
@@ -175,17 +193,19 @@ def test_a_job_that_was_sent_is_not_sent_again() -> None:
 def test_nothing_is_sent_while_no_worker_is_usable() -> None:
     world = World()
     job = world.queue("a")
-    world.usable = False
+    world.suspect()
     assert world.decide() is None
-    assert world.scheduler.must_wait(job, False)
-    assert not world.scheduler.must_wait(job, True)
+    assert world.scheduler.must_wait(job, world.workers)
+    worker = world.workers.get(WORKER)
+    worker.on_suspected(WorkerSuspected(worker.session, silent=False), 0)
+    assert not world.scheduler.must_wait(job, world.workers)
 
 
 def test_without_a_usable_worker_a_prompt_is_computed_here_if_that_is_allowed() -> None:
     world = World(route=LOCAL_ROUTE)
     job = world.queue("a")
-    world.usable = False
-    assert not world.scheduler.must_wait(job, False)
+    world.suspect()
+    assert not world.scheduler.must_wait(job, world.workers)
     decision = world.decide()
     assert isinstance(decision, PrefillLocally)
     assert decision.job is job
@@ -213,7 +233,7 @@ def test_jobs_that_end_while_they_wait_do_not_pile_up() -> None:
 
 
 GOOD = {
-    "prefill_worker": "memory",
+    "prefill_workers": ("memory",),
     "remote_only": True,
     "backend": "emulated",
     "slots": 1,
@@ -221,7 +241,7 @@ GOOD = {
     "on_prefill_failure": "fail",
 }
 BAD_ROUTES = [
-    ({"prefill_worker": None}, "--pd-prefill-worker"),
+    ({"prefill_workers": ()}, "--pd-prefill-worker"),
     ({"remote_only": False}, "--pd-remote-only"),
     ({"slots": 0}, "--slots 0"),
     ({"slots": 2}, "--slots 2"),
@@ -243,3 +263,26 @@ def test_a_route_that_cannot_work_is_a_value_error_that_names_the_remedy(change:
 @pytest.mark.parametrize("backend", ["emulated", "torch", "atom"])
 def test_any_backend_that_decodes_may_prefetch(backend: str) -> None:
     assert Scheduler(Route(**{**GOOD, "backend": backend})).depth(1) == 1
+
+
+def test_the_next_production_goes_to_the_prefill_node_with_the_least_work() -> None:
+    world = World(slots=4, route=replace(ROUTE, prefill_workers=(WORKER, "other"), prefetch_depth=4))
+    world.open("t1", 2, "other")
+    sessions = []
+    for name in "abcde":
+        world.queue(name)
+        decision = world.decide()
+        sessions.append(decision.slot.session)
+        world.workers.of(decision.slot.session).send_prefill(
+            decision.slot, name, b"\1\0\0\0", "digest", 5_000, 0
+        )
+        decision.job.advance(JobEvent.PREFILL_SENT, 0)
+    assert sessions == ["s1", "t1", "s1", "t1", "s1"]
+
+
+def test_a_node_that_is_not_usable_gets_nothing_while_the_other_has_room() -> None:
+    world = World(slots=1, route=replace(ROUTE, prefill_workers=(WORKER, "other"), prefetch_depth=2))
+    world.open("t1", 2, "other")
+    world.suspect()
+    world.queue("a")
+    assert world.decide().slot.session == "t1"

@@ -33,7 +33,7 @@ HELLO = HelloOk(
 
 
 def opened(hello: HelloOk = HELLO) -> Worker:
-    worker = Worker(DEAD_AFTER_MS)
+    worker = Worker("memory", DEAD_AFTER_MS)
     worker.opened(hello, 0)
     return worker
 

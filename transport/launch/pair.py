@@ -151,8 +151,9 @@ class Pair:
                 status = client.status(timeout_ms=_ASK_MS)
         except NodeUnavailable:
             return False
-        if status["worker_refusal"] and not status["accepting"]:
-            raise NodeUnavailable(f"the nodes do not fit together: {status['worker_refusal']}")
+        refusals = [worker["refusal"] for worker in status["workers"] if worker["refusal"]]
+        if refusals and not status["accepting"]:
+            raise NodeUnavailable(f"the nodes do not fit together: {refusals[0]}")
         return status["accepting"]
 
     def _turn(self, turn: Callable[[], None], deadline_ms: int) -> None:
