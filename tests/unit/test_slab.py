@@ -66,10 +66,6 @@ def path_of(slab: Slab | SlabView | str) -> Path:
     return Path("/dev/shm") / (slab if isinstance(slab, str) else slab.name).removeprefix("/")
 
 
-def slabs() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("tandem-*")}
-
-
 @contextmanager
 def process(program: str) -> Iterator[tuple[subprocess.Popen, str]]:
     """A process that has made a slab, and the slab's name; both are gone at the end."""
@@ -222,11 +218,13 @@ def test_no_room_names_size_flag_and_remedy_and_leaves_nothing(monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", no_room)
-    before, open_before = slabs(), descriptors()
+    # Other processes may make slabs meanwhile.
+    monkeypatch.setattr("transport.slab.secrets.token_hex", lambda size: "c" * 2 * size)
+    open_before = descriptors()
     expected = r"needs 64 MiB .* are free in /dev/shm \(No space left on device\).*--source-slots \(now 4\)"
     with pytest.raises(ConfigError, match=expected + r".*--max-tokens.*--shm-size"):
         Slab(4, 16 * 2**20 - mmap.PAGESIZE)
-    assert slabs() <= before
+    assert not path_of("/tandem-" + "c" * 24).exists()
     assert descriptors() == open_before
 
 
@@ -301,8 +299,7 @@ def test_slabs_of_killed_processes_are_removed_and_those_of_live_ones_kept(slab:
     with process(OWNER) as (dying, stale), process(OWNER) as (_, live):
         dying.send_signal(signal.SIGKILL)
         dying.wait()
-        assert path_of(stale).exists()
-        assert stale.removeprefix("/") in remove_stale_slabs()
+        remove_stale_slabs()  # a prefill node that starts elsewhere may have been quicker
         assert not path_of(stale).exists()
         assert path_of(live).exists()
         assert path_of(slab).exists()
