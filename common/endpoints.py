@@ -15,16 +15,26 @@ PORT_MAX = 65_535
 _TCP = re.compile(r"tcp://(?P<host>[A-Za-z0-9_.*-]+):(?P<port>[0-9]{1,5})")
 
 
-def check_bind_endpoint(endpoint: str) -> str:
-    """Return `endpoint` if a daemon may bind it; port 0 lets the system choose. Raises ValueError."""
+def check_bind_endpoint(endpoint: str, has_keys: bool = False) -> str:
+    """Return `endpoint` if a daemon, with keys or without, may bind it. Raises ValueError.
+
+    Port 0 lets the system choose.
+    """
+    check_bind_form(endpoint)
+    if not has_keys and not is_local(endpoint):
+        raise ValueError(
+            f"{endpoint!r}: binding to a non-loopback address is refused without keys; make them with "
+            "'python scripts/keys.py make NAME' and give --key-file and --allowed-keys; or use 127.0.0.1, "
+            "ipc://PATH or an SSH tunnel"
+        )
+    return endpoint
+
+
+def check_bind_form(endpoint: str) -> str:
+    """Return `endpoint` if it is well-formed, whoever may bind it. Raises ValueError."""
     if endpoint.startswith("ipc://"):
         return _check_ipc(endpoint)
-    host, _ = _tcp_parts(endpoint)
-    if not _is_loopback(host):
-        raise ValueError(
-            f"{endpoint!r}: binding to a non-loopback address is refused; Tandem has no encryption yet; "
-            "use 127.0.0.1, ipc://PATH or an SSH tunnel"
-        )
+    _tcp_parts(endpoint)
     return endpoint
 
 
@@ -40,6 +50,11 @@ def check_connect_endpoint(endpoint: str) -> str:
             f"{endpoint!r}: cannot connect to port 0; use the port of the other node's ready line"
         )
     return endpoint
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether a well-formed endpoint can only be one of this machine's own."""
+    return endpoint.startswith("ipc://") or _is_loopback(_tcp_parts(endpoint)[0])
 
 
 def _tcp_parts(endpoint: str) -> tuple[str, int]:

@@ -10,6 +10,7 @@ part of the `Tokenizer` interface, so no length of text proves that it cannot fi
 (transport's limit) bounds the work.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
@@ -23,7 +24,6 @@ from common.limits import PROMPT_CHARACTERS
 from common.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 
 ROLES = ("system", "user", "assistant")
-QUOTED_CHARACTERS = 60
 ERROR_CHARACTERS = 500
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -31,6 +31,8 @@ _FIELDS = {
     name: TypeAdapter(hint, config=_STRICT)
     for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
 }
+# What a misspelt name or value looks like.
+_WORD = re.compile(r"[\w.+-]{1,32}", re.ASCII)
 _TUPLE_FIELDS = ("stop", "stop_token_ids")
 
 
@@ -191,11 +193,11 @@ def _kind(value: object) -> str:
 
 
 def _quoted(value: object) -> str:
-    """The value as a client would know it, cut to a bounded length and to printable ASCII."""
+    """The value as a client would know it, if it is a word or a number; else what it is."""
     if isinstance(value, list | tuple | dict | bytes):
         return f"a {type(value).__name__} of {len(value)}"
-    if isinstance(value, str):
-        value = value[:QUOTED_CHARACTERS]
-    elif isinstance(value, int) and value.bit_length() > 64:
+    if isinstance(value, str) and not _WORD.fullmatch(value):
+        return f"a text of {len(value)} characters"  # it may be somebody's prompt in the wrong place
+    if isinstance(value, int) and value.bit_length() > 64:
         return f"a whole number of {value.bit_length()} bits"
-    return ascii(value)[: 2 * QUOTED_CHARACTERS]
+    return ascii(value)

@@ -6,6 +6,8 @@ are limited before msgpack allocates, types are looked up in a closed registry a
 strictly. Only `PeerProtocolError` may come out of `decode`, whatever the bytes. Grammar: docs/protocol.md.
 """
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, NoReturn
@@ -19,6 +21,7 @@ from transport.strict_types import WrongValue, reader_of
 
 PROTOCOL_TAG = b"TANDEM/1"
 HEADER_BYTES = 256
+_SOME_TAG = re.compile(rb"[A-Z]{1,16}/[0-9]{1,8}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,9 @@ def encode(header: Header, message: Any) -> list[bytes]:
 def decode(frames: list[bytes]) -> tuple[Header, Any]:
     """Header and message of frames from a peer. Raises `PeerProtocolError` for anything else."""
     if not frames or frames[0] != PROTOCOL_TAG:
-        theirs = bytes(frames[0][:32]) if frames else b""
         raise PeerProtocolError(
-            ErrorCode.VERSION_MISMATCH, f"expected protocol {PROTOCOL_TAG!r}, got {theirs!r}"
+            ErrorCode.VERSION_MISMATCH,
+            f"expected protocol {PROTOCOL_TAG.decode()}, got {_shown(frames[0]) if frames else 'nothing'}",
         )
     if len(frames) != 3:
         raise PeerProtocolError(ErrorCode.BAD_MESSAGE, f"expected 3 frames, got {len(frames)}")
@@ -75,6 +78,11 @@ def decode(frames: list[bytes]) -> tuple[Header, Any]:
         raise
 
 
+def _shown(tag: bytes) -> str:
+    """Another version as such; anything else may be data, and refusals are logged."""
+    return tag.decode() if _SOME_TAG.fullmatch(tag) else f"{len(tag)} bytes of something else"
+
+
 def _decode_body(cls: type, frame: bytes) -> Any:
     try:
         return _READERS[cls](_unpack(frame))
@@ -86,14 +94,38 @@ def _refuse_extension(code: int, data: bytes) -> NoReturn:
     raise ValueError("extension types are not part of the protocol")
 
 
+def _counted() -> Callable[[Any], Any]:
+    """Ends the unpacking of a message with too many maps or arrays.
+
+    Eight million empty ones fit in a frame, and would take seconds and half a gigabyte.
+    """
+    left = limits.MESSAGE_CONTAINERS
+
+    def count(value: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError("too many maps and arrays")
+        return value
+
+    return count
+
+
 def _unpack(frame: bytes) -> dict[str, Any]:
+    count = _counted()
     try:
         value = msgpack.unpackb(
             frame,
             raw=False,
             use_list=False,
             strict_map_key=True,
+            max_str_len=len(frame),
+            max_bin_len=len(frame),
+            max_array_len=limits.MESSAGE_ITEMS,
+            max_map_len=limits.MESSAGE_MAP_ITEMS,
             max_ext_len=0,
+            object_hook=count,
+            list_hook=count,
             ext_hook=_refuse_extension,
         )
     # msgpack raises ValueError subclasses for malformed data, plus these two for odd nesting and keys.

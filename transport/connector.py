@@ -142,7 +142,10 @@ class Connector:
             return []
         if self._session is not None:
             return self._finish("its socket is gone", now_ms)
-        return self._give_up_attempt(now_ms) if self._hello_deadline_ms is not None else []
+        if self._hello_deadline_ms is None:
+            return []
+        refused = [] if event.refusal is None else [AttemptRefused(event.refusal)]
+        return [*self._give_up_attempt(now_ms), *refused]
 
     def _on_stop(self, event: StopConnecting, now_ms: int) -> list[Any]:
         self._stopped = True

@@ -10,9 +10,13 @@ from enum import Enum
 from typing import Protocol
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+from common import limits
 from common.errors import check
-from transport.zmq_sockets import bind_router, connect_dealer
+from transport.curve import Gate, OnDenied, Refusal, refusal_of
+from transport.key_files import ClientKeys, ServerKeys
+from transport.zmq_sockets import bind_gate, bind_router, connect_dealer, watch_failures
 
 Frames = list[bytes]
 
@@ -36,6 +40,9 @@ class Link(Protocol):
 
     def lost(self) -> list[bytes]:
         """Routes whose peer is known to be gone; what arrived before can still be received."""
+
+    def refusal(self) -> Refusal | None:
+        """Why the peer of a lost route would not have this side, if it said so; asked once."""
 
     def close(self) -> None:
         """Let go of the socket."""
@@ -68,31 +75,80 @@ class _ZmqLink:
         arrived: list[Frames] = []
         while len(arrived) < limit:
             try:
-                arrived.append(self.socket.recv_multipart(zmq.NOBLOCK))
+                frames = [self.socket.recv(zmq.NOBLOCK)]
             except zmq.Again:
                 break
+            # A message arrives whole, so none of this waits. ZeroMQ has no limit to its number of frames.
+            while self.socket.getsockopt(zmq.RCVMORE):
+                frame = self.socket.recv(zmq.NOBLOCK)
+                if len(frames) <= limits.MESSAGE_FRAMES:
+                    frames.append(frame)
+            arrived.append(frames)
         return arrived
 
 
 class RouterLink(_ZmqLink):
     """The binding side: many peers behind one ROUTER; `endpoint` is the resolved address."""
 
-    def __init__(self, context: zmq.Context, endpoint: str) -> None:
-        """Bind. Raises `ConfigError` when the endpoint is in use or cannot be bound."""
-        socket, self._lock = bind_router(context, endpoint)
+    def __init__(
+        self,
+        context: zmq.Context,
+        endpoint: str,
+        keys: ServerKeys | None = None,
+        on_denied: OnDenied = lambda denial: None,
+    ) -> None:
+        """Bind. Raises `ConfigError` when the endpoint is in use, or cannot or must not be bound.
+
+        keys: none lets everybody in who reaches the endpoint. A context has room for one link with keys.
+        """
+        self._gate = None if keys is None else Gate(bind_gate(context), keys.allowed, on_denied)
+        self._failures: zmq.Socket | None = None
+        try:
+            socket, self._lock = bind_router(context, endpoint, keys)
+        except BaseException:
+            if self._gate is not None:
+                self._gate.requests.close()
+            raise
         super().__init__(socket)
+        if self._gate is not None:
+            self.sockets.append(self._gate.requests)
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def clients_denied(self) -> int:
+        """Handshakes that came to nothing for want of a listed key."""
+        return 0 if self._gate is None else self._gate.denied
 
     def send(self, route: bytes, frames: Frames) -> Sent:
         return self._send([route, *frames])
 
     def receive(self, limit: int) -> list[tuple[bytes, Frames]]:
+        if self._gate is not None:
+            self._attend(self._gate)
         return [(frames[0], frames[1:]) for frames in self._receive(limit)]
+
+    def _attend(self, gate: Gate) -> None:
+        self._check_thread()
+        if self._failures is None:
+            # Not at the bind: nothing is received, nor read here, while a model loads.
+            self._failures = watch_failures(self.socket)
+        gate.serve()
+        gate.count_failures(self._failures)
 
     def lost(self) -> list[bytes]:
         return []  # a ROUTER does not tell; a send or the lease does
 
+    def refusal(self) -> Refusal | None:
+        return None
+
     def close(self) -> None:
+        if self._failures is not None:
+            self._gate.count_failures(self._failures)
+            self.socket.disable_monitor()
+            self._failures.close(linger=0)
+            self._failures = None
+        if self._gate is not None:
+            self._gate.requests.close()
         self.socket.close()
         if self._lock is not None:
             self._lock.release()
@@ -102,8 +158,12 @@ class RouterLink(_ZmqLink):
 class DealerLink(_ZmqLink):
     """The connecting side of one attempt and the session that may come of it."""
 
-    def __init__(self, context: zmq.Context, endpoint: str, route: bytes) -> None:
-        socket, self._monitor = connect_dealer(context, endpoint)
+    def __init__(
+        self, context: zmq.Context, endpoint: str, route: bytes, keys: ClientKeys | None = None
+    ) -> None:
+        """keys: those that a node with keys asks for."""
+        self._has_keys = keys is not None
+        socket, self._monitor = connect_dealer(context, endpoint, keys)
         super().__init__(socket)
         self.route = route
         self.sockets.append(self._monitor)
@@ -117,6 +177,13 @@ class DealerLink(_ZmqLink):
     def lost(self) -> list[bytes]:
         self._check_thread()
         return [self.route] if self._monitor.poll(0) else []
+
+    def refusal(self) -> Refusal | None:
+        # The first event says why; others, such as that of the closed connection, only follow from it.
+        if not self._monitor.poll(0):
+            return None
+        event = recv_monitor_message(self._monitor)
+        return refusal_of(event["event"], event["value"], self._has_keys)
 
     def close(self) -> None:
         self.socket.disable_monitor()

@@ -33,6 +33,9 @@ class MemoryRouter:
     def lost(self) -> list[bytes]:
         return []
 
+    def refusal(self) -> None:
+        return None
+
     def close(self) -> None:
         for peer in self.peers.values():
             peer.router = None
@@ -60,6 +63,9 @@ class MemoryDealer:
 
     def lost(self) -> list[bytes]:
         return [self.route] if self.router is None else []
+
+    def refusal(self) -> None:
+        return None
 
     def close(self) -> None:
         if self.router is not None:

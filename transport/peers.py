@@ -54,9 +54,10 @@ class BadFrame:
 
 @dataclass(frozen=True, slots=True)
 class RouteLost:
-    """Nothing can be sent on this route any more."""
+    """Nothing can be sent on this route any more. refusal: what the peer meant by it, if it let us know."""
 
     route: bytes
+    refusal: HelloRefused | None = None
 
 
 @dataclass(frozen=True, slots=True)

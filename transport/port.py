@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from common import limits
 from common.errors import PeerProtocolError
+from common.messages import HelloRefused
 from transport.codec import Header, decode, encode
 from transport.link import Link, Sent
 from transport.peers import BadFrame, FrameReceived, RouteLost, SendFrame
@@ -73,6 +74,9 @@ class ControlPort:
         # Asked for first: what a peer sent before it went has arrived by then.
         lost = self.link.lost()
         arrived = self.link.receive(limits.RECEIVE_BATCH_MESSAGES)
+        drained = len(arrived) < limits.RECEIVE_BATCH_MESSAGES
+        # Asked for before the first item goes out: what comes of it may close the link.
+        refusal = self.link.refusal() if lost and drained else None
         for route, frames in arrived:
             try:
                 header, message = decode(frames)
@@ -80,8 +84,9 @@ class ControlPort:
                 yield BadFrame(route, *error.place, error.code, error.detail)
             else:
                 yield FrameReceived(route, header.session, header.sequence, message)
-        if len(arrived) < limits.RECEIVE_BATCH_MESSAGES:
-            yield from map(RouteLost, lost)
+        if lost and drained:
+            told = None if refusal is None else HelloRefused(refusal.temporary, refusal.detail, ("keys",))
+            yield from (RouteLost(route, told) for route in lost)
 
     def close(self) -> None:
         self.link.close()

@@ -12,9 +12,13 @@ import zmq
 
 from common import limits
 from common.errors import ConfigError
+from transport.key_files import ClientKeys, ServerKeys, check_private
 
 _BYE_LINGER_MS = 200
 _NEVER_MS = 24 * 3_600_000
+# ZAP 1.0: where libzmq asks who may connect. The domain tells it that somebody must answer.
+_GATE_ENDPOINT = "inproc://zeromq.zap.01"
+KEY_DOMAIN = b"tandem"
 _CONNECTION_LOST = (
     zmq.EVENT_CLOSED
     | zmq.EVENT_DISCONNECTED
@@ -43,11 +47,44 @@ def _set_common_options(socket: zmq.Socket) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
 
 
-def bind_router(context: zmq.Context, endpoint: str) -> tuple[zmq.Socket, "IpcLock | None"]:
-    """A bound ROUTER and, for `ipc://`, the lock on its path. Raises `ConfigError` when it is in use."""
-    lock = IpcLock(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
+def bind_gate(context: zmq.Context) -> zmq.Socket:
+    """The REP that is asked whom to let in; to be bound before any socket with keys."""
+    socket = context.socket(zmq.REP)
+    _set_common_options(socket)
+    socket.bind(_GATE_ENDPOINT)
+    return socket
+
+
+def watch_failures(socket: zmq.Socket) -> zmq.Socket:
+    """A monitor of handshakes that failed before anybody was asked.
+
+    It must be read again and again: ZeroMQ's thread waits when some thousand events are unread.
+    """
+    return socket.get_monitor_socket(
+        zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    )
+
+
+def bind_router(
+    context: zmq.Context, endpoint: str, keys: ServerKeys | None = None
+) -> tuple[zmq.Socket, "IpcLock | None"]:
+    """A bound ROUTER and, for `ipc://`, the lock on its path.
+
+    Raises `ConfigError` when it is in use, or when nothing would keep others out.
+    """
+    path = endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else None
+    if path is not None and keys is None and Path(path).parent.is_dir():
+        check_private(Path(path).parent, f"without keys, whoever reaches {endpoint} can use this node")
+    lock = None if path is None else IpcLock(path)
     socket = context.socket(zmq.ROUTER)
     _set_common_options(socket)
+    if keys is not None:
+        # CURVE alone: a peer without keys fails in the handshake.
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
+        socket.setsockopt(zmq.ZAP_DOMAIN, KEY_DOMAIN)
+        # Without a gate nobody gets in, instead of everybody.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     # An unroutable message is an error to us, not a silent drop.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # Routing ids are the ROUTER's own; nobody can take over another peer's.
@@ -62,7 +99,9 @@ def bind_router(context: zmq.Context, endpoint: str) -> tuple[zmq.Socket, "IpcLo
     return socket, lock
 
 
-def connect_dealer(context: zmq.Context, endpoint: str) -> tuple[zmq.Socket, zmq.Socket]:
+def connect_dealer(
+    context: zmq.Context, endpoint: str, keys: ClientKeys | None = None
+) -> tuple[zmq.Socket, zmq.Socket]:
     """A DEALER for one session or one attempt at it, which never reconnects by itself, and its monitor.
 
     The monitor becomes readable when the connection is refused or breaks.
@@ -74,6 +113,10 @@ def connect_dealer(context: zmq.Context, endpoint: str) -> tuple[zmq.Socket, zmq
     socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
     # HELLO waits in the socket while it connects; it dies with the socket.
     socket.setsockopt(zmq.IMMEDIATE, 0)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
     # Before connect: a refusal may come at once.
     monitor = socket.get_monitor_socket(_CONNECTION_LOST)
     socket.connect(endpoint)

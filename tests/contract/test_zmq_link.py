@@ -122,12 +122,18 @@ def test_a_message_over_the_limit_costs_its_sender_the_connection_and_nobody_els
     assert received(zmq_wire.router, 1) == [(small_route, [b"still here"])]
 
 
-def test_a_message_of_many_frames_arrives_whole(zmq_wire: ZmqWire) -> None:
+def test_a_message_of_too_many_frames_is_cut_short_and_the_next_one_is_whole(zmq_wire: ZmqWire) -> None:
     dealer = zmq_wire.dealer()
     route = introduce(zmq_wire, dealer)
     frames = [b"%d" % number for number in range(5_000)]
-    assert dealer.send(dealer.route, frames) is Sent.YES
-    assert received(zmq_wire.router, 1) == [(route, frames)]
+    for batch in (frames, frames[:3], frames, frames[:3]):
+        assert dealer.send(dealer.route, batch) is Sent.YES
+        assert zmq_wire.router.send(route, batch) is Sent.YES
+    for link in (zmq_wire.router, dealer):
+        counts = [len(arrived) for _, arrived in received(link, 4)]
+        # Still more than the codec takes for a message.
+        assert 3 < counts[0] <= limits.MESSAGE_FRAMES + 1
+        assert counts == [counts[0], 3, counts[0], 3]
 
 
 def test_a_stranger_cannot_take_over_the_routing_id_of_a_peer(zmq_wire: ZmqWire) -> None:

@@ -242,3 +242,34 @@ def test_no_error_of_a_header_or_of_broken_bytes_repeats_them() -> None:
     for frame in (body[:-1], body + body, body.replace(b"what", b"\xff\xfe\xfd\xfc")):
         frames = frames_with(ms.Bye, {})
         assert SECRET not in str(refusal([*frames[:2], frame]))
+
+
+def test_a_message_of_millions_of_empty_things_is_refused_before_they_are_made() -> None:
+    # Eight million empty maps fit in a frame: half a gigabyte, and two seconds of the socket thread.
+    count = 1_000_000
+    for opening, item in ((b"\xdd", b"\x80"), (b"\xdd", b"\x90"), (b"\xdd", b"\x91\xc0")):
+        frames = frames_with(ms.StatusReply, {"body": {"a": 0}})
+        frames[2] = frames[2][:-1] + opening + count.to_bytes(4, "big") + item * count
+        started_ms = now_ms()
+        assert "not valid msgpack" in refusal(frames).detail
+        assert now_ms() - started_ms < FAULT_BOUND_MS / 4
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"),
+    [
+        ([{}] * (limits.MESSAGE_CONTAINERS - 3), True),
+        ([{}] * (limits.MESSAGE_CONTAINERS - 2), False),
+        ({str(number): 0 for number in range(limits.MESSAGE_MAP_ITEMS)}, True),
+        ({str(number): 0 for number in range(limits.MESSAGE_MAP_ITEMS + 1)}, False),
+        ([0] * limits.MESSAGE_ITEMS, True),
+        ([0] * (limits.MESSAGE_ITEMS + 1), False),
+    ],
+    ids=["containers", "one more", "map", "larger", "array", "longer"],
+)
+def test_the_limits_of_a_message_are_exact(value: Any, fits: bool) -> None:
+    frames = frames_with(ms.StatusReply, {"body": {"a": value}})
+    if fits:
+        decode(frames)
+    else:
+        assert refusal(frames).code is ErrorCode.BAD_MESSAGE

@@ -44,6 +44,9 @@ class ScriptedLink:
     def lost(self) -> list[bytes]:
         return self.gone
 
+    def refusal(self) -> None:
+        return None
+
     def close(self) -> None:
         self.closed = True
 

@@ -232,7 +232,8 @@ def test_an_unknown_sampling_field_is_named_and_the_known_ones_are_listed(name: 
     answer = prepare("a", None, None, {name: 1}, ByteTokenizer(), TOKEN_LIMIT)
     detail = refused(ErrorCode.INVALID_SAMPLING, answer)
     if isinstance(name, str):
-        assert name[:20] in detail
+        # What is no misspelt word may be a prompt in the wrong place, and refusals are logged.
+        assert (name in detail) == (len(name) <= 32)
     for field in dataclasses.fields(SamplingParams):
         assert field.name in detail
 
