@@ -1,7 +1,8 @@
 """The command line and environment of a daemon, built from its configuration model.
 
 Decides how the fields of `common/config.py` are written by a person: `--slots 2` and `TANDEM_SLOTS=2` are the
-field `slots`. Called first thing by both daemons. It must never hold a default or a range of its own, nor
+field `slots`, and so is `slots = 2` in a file (`common/config_file.py`). Called first thing by both daemons.
+It must never hold a default or a range of its own, nor
 import anything that makes `--help` wait.
 
 Environment: a variable `TANDEM_<FLAG>` is read when its flag is not given. A variable of the other daemon is
@@ -19,6 +20,7 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from common.config import DecodeConfig, Flag, NodeConfig, PrefillConfig, flag_of
+from common.config_file import read_config_file
 from common.errors import ConfigError, ExitStatus
 
 ENVIRONMENT_PREFIX = "TANDEM_"
@@ -41,8 +43,7 @@ def parse(
     flags = vars(parser.parse_args(argv))
     try:
         variables = _environment_values(config_class, os.environ if environment is None else environment)
-        from_environment = {name: text for name, text in variables.items() if name not in flags}
-        return _construct(config_class, flags, from_environment)
+        return _construct(config_class, flags, variables)
     except ConfigError as error:
         parser.error(str(error))
 
@@ -62,7 +63,8 @@ def _parser(config_class: type[NodeConfig], version: str) -> argparse.ArgumentPa
     parser = _Parser(
         prog=f"python -m {config_class.program}",
         description=f"Tandem {config_class.program.replace('_', ' ')}.",
-        epilog="A flag that is not given is taken from its environment variable, then from its default.",
+        epilog="A flag that is not given is taken from its environment variable, then from the file of "
+        "--config, then from its default.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -110,16 +112,22 @@ def _environment_values(config_class: type[NodeConfig], environment: Mapping[str
 
 
 def _construct(
-    config_class: type[Config], flags: Mapping[str, object], from_environment: Mapping[str, str]
+    config_class: type[Config], flags: Mapping[str, object], variables: Mapping[str, str]
 ) -> Config:
-    variables = ", ".join(variable_of(name) for name in from_environment)
-    for name, text in from_environment.items():
-        if not text.strip():
-            raise ConfigError(
-                f"environment variable {variable_of(name)} is empty; unset it or give it a value"
-            )
-    try:
-        return config_class(**from_environment, **flags)
-    except ConfigError as error:
-        origin = f" (from the environment: {variables})" if variables else ""
-        raise ConfigError(f"{error}{origin}") from None
+    values: dict[str, object] = dict(flags)
+    origins: dict[str, str] = {}
+    for name, text in variables.items():
+        if name not in flags:
+            if not text.strip():
+                raise ConfigError(
+                    f"environment variable {variable_of(name)} is empty; unset it or give it a value"
+                )
+            values[name] = text
+            origins[name] = f"the environment: {variable_of(name)}"
+    path = values.get("config")
+    if path is not None:
+        for name, entry in read_config_file(str(path)).of(config_class).items():
+            if name not in values:
+                values[name] = entry.value
+                origins[name] = f"{path}: {entry.place}"
+    return config_class(origins=origins, **values)

@@ -46,8 +46,24 @@ def differing_fields(ours: NodeProfile, theirs: NodeProfile) -> tuple[str, ...]:
 
 
 def describe_difference(ours: NodeProfile, theirs: NodeProfile, fields: tuple[str, ...]) -> str:
-    """One readable clause per differing field."""
-    return "; ".join(f"{name}: {getattr(ours, name)} here, {getattr(theirs, name)} there" for name in fields)
+    """One readable clause per differing field, and what to do about them."""
+    clauses = [f"{name}: {getattr(ours, name)} here, {getattr(theirs, name)} there" for name in fields]
+    return "; ".join([*clauses, f"what to do: {_remedy(fields)}"])
+
+
+def _remedy(fields: tuple[str, ...]) -> str:
+    """What makes two nodes alike that differ in these fields."""
+    remedies = []
+    if set(fields) - {"dtype", "rope_form"}:
+        remedies.append(
+            "start both nodes with the same --model and the same kind of --backend (emulated ones with the "
+            "same --emulated-seed)"
+        )
+    if "dtype" in fields:
+        remedies.append("give both nodes the same --dtype")
+    if "rope_form" in fields and len(fields) == 1:
+        remedies.append("use backends that rotate positions alike")
+    return ", and ".join(remedies)
 
 
 def mismatch_refusal(ours: NodeProfile, theirs: NodeProfile | None) -> HelloRefused | None:

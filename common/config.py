@@ -1,10 +1,10 @@
 """The configuration of both daemons: every option, its default, its range, and what goes with what.
 
 Decides which configurations exist. `common/command_line.py` builds the flags and environment variables from
-these fields, so a default is written here and nowhere else; precedence is command line, environment, default.
-A model is frozen, and its constructor raises `ConfigError`, with what was wrong and what would be right,
-before anything heavy is imported or a model file is looked at. It must never read the environment itself:
-whoever constructs one sees every value that goes in.
+these fields, so a default is written here and nowhere else; precedence is command line, environment, file,
+default. A model is frozen, and its constructor raises `ConfigError`, with what was wrong and what would be
+right, before anything heavy is imported or a model file is looked at. It must never read the environment or
+a file itself: whoever constructs one sees every value that goes in.
 
 Plain pydantic models rather than pydantic-settings: importing the latter adds 0.2 s to every start and every
 `--help`, and the part of it that is used here, one environment variable per field, is ten lines. For the same
@@ -12,6 +12,7 @@ reason a model is built when it is first constructed, not when it is imported.
 """
 
 import os.path
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -21,13 +22,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
 
 from common.cpus import check_cpus, parse_cpus, thread_count
-from common.endpoints import check_bind_endpoint, check_connect_endpoint
-from common.engines.registry import BACKENDS, EngineSettings
+from common.endpoints import check_bind_endpoint, check_bind_form, check_connect_endpoint
+from common.engines.registry import BACKENDS, NAMED_MODEL, EngineSettings
 from common.errors import ConfigError
 from common.limits import MAILBOX_ITEMS, SOURCE_SLOTS
 from common.prefetch_route import check_prefetch_route
@@ -60,7 +62,7 @@ Milliseconds = Annotated[int, Field(ge=1, le=DURATION_MS_MAX)]
 Tokens = Annotated[int, Field(ge=1, le=TOKENS_MAX)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
-BindEndpoint = Annotated[str, AfterValidator(check_bind_endpoint), Flag("ENDPOINT")]
+BindEndpoint = Annotated[str, AfterValidator(check_bind_form), Flag("ENDPOINT")]
 ConnectEndpoint = Annotated[str, AfterValidator(check_connect_endpoint)]
 Directory = Annotated[str, AfterValidator(_existing_directory)]
 Cpus = Annotated[
@@ -75,9 +77,13 @@ class NodeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
     program: ClassVar[str]
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
+    config: Annotated[Name | None, Flag("FILE")] = Field(
+        None, description="TOML file with further options, of this node or of both"
+    )
     model: Annotated[Name, Flag("MODEL")] = Field(
-        "SmolLM2-135M-Instruct", description="name or path of the model to serve"
+        NAMED_MODEL, description="name or path of the model to serve"
     )
     bind: BindEndpoint
     backend: str
@@ -109,6 +115,12 @@ class NodeConfig(BaseModel):
     stall_ms: Annotated[Milliseconds | None, Flag("MS", unset="from the engine's longest chunk")] = Field(
         None, description="time without progress of the compute thread after which it counts as hung, in ms"
     )
+    key_file: Annotated[Name | None, Flag("FILE")] = Field(
+        None, description="this node's secret key, made by scripts/keys.py; every connection is encrypted"
+    )
+    allowed_keys: Annotated[Name | None, Flag("PATH")] = Field(
+        None, description="public keys of who may connect: a file, or a directory of .pub files"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
     log_form: Literal["auto", "json", "text"] = Field(
         "auto", description="form of the log on stderr; auto is text on a terminal, else JSON lines"
@@ -122,15 +134,31 @@ class NodeConfig(BaseModel):
     emulated_decode_ms: Annotated[Rate | None, Flag("MS", unset="the backend's")] = Field(
         None, description="emulated backends: duration of a decode step, in ms"
     )
+    story_dir: Annotated[Directory | None, Flag("DIR", unset="where pairs run")] = Field(
+        None, description="directory for the last steps of a node that finds itself at fault (exit status 4)"
+    )
     hold_dir: Annotated[Directory | None, Flag("DIR")] = Field(
         None, description="for tests: directory whose files hold or fail this node at named points"
     )
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *, origins: Mapping[str, str] | None = None, **values: Any) -> None:
+        """origins: where values come from that are not flags, by field, for people."""
+        origins = origins or {}
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_readable(error)) from None
+            raise ConfigError(_readable(error, origins)) from None
+        self._origins = {name: origins.get(name, "flag") for name in values}
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Where each value comes from that is not its default: "flag", or as the constructor was told."""
+        fields = type(self).model_fields
+        return {
+            name: origin
+            for name, origin in self._origins.items()
+            if getattr(self, name) != fields[name].default
+        }
 
     @model_validator(mode="after")
     def _check_liveness(self) -> Self:
@@ -140,6 +168,18 @@ class NodeConfig(BaseModel):
                 f"--ping-ms {self.ping_ms}, --suspect-ms {self.suspect_ms}, --dead-after-ms "
                 f"{self.dead_after_ms}, --lease-ms {self.lease_ms}: each must be greater than the one before"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        if (self.key_file is None) != (self.allowed_keys is None):
+            raise ValueError(
+                "--key-file and --allowed-keys go together: this node's own secret key, and who may connect"
+            )
+        try:
+            check_bind_endpoint(self.bind, has_keys=self.key_file is not None)
+        except ValueError as error:
+            raise ValueError(f"--bind: {error}") from None
         return self
 
     def _engine_settings(self, lanes: int) -> EngineSettings:
@@ -201,13 +241,18 @@ class DecodeConfig(NodeConfig):
     pd_prefill_worker: Annotated[ConnectEndpoint | None, Flag("ENDPOINT")] = Field(
         None, description="prefill node to use; without one, prompts are computed here"
     )
+    server_key: Annotated[Name | None, Flag("FILE")] = Field(
+        None, description="public key of the prefill node, when this node has a --key-file"
+    )
     pd_remote_only: bool = Field(False, description="never compute a prompt here")
-    pd_prefetch_next: Annotated[Annotated[int, Field(ge=1)] | None, Flag("DEPTH", bare="1", unset="off")] = (
-        Field(
-            None,
-            description="have the prefill node work ahead on DEPTH queued requests while this node decodes; "
-            "1 when DEPTH is left out",
-        )
+    pd_prefetch_next: Annotated[
+        Annotated[int, Field(ge=1)] | None,
+        BeforeValidator(lambda value: None if value == "off" else value),
+        Flag("DEPTH", bare="1", unset="off"),
+    ] = Field(
+        None,
+        description="have the prefill node work ahead on DEPTH queued requests while this node decodes; "
+        "1 when DEPTH is left out, and off turns it off",
     )
     on_prefill_failure: Literal["fail", "retry", "local"] = Field(
         "fail",
@@ -228,6 +273,17 @@ class DecodeConfig(NodeConfig):
     job_timeout_ms: Annotated[Milliseconds, Flag("MS")] = Field(
         600_000, description="time for a request from its acceptance to its last token, in ms"
     )
+
+    @model_validator(mode="after")
+    def _check_server_key(self) -> Self:
+        if self.server_key is not None and self.key_file is None:
+            raise ValueError("--server-key needs --key-file: both ends of a connection have keys, or neither")
+        if self.key_file is not None and self.pd_prefill_worker is not None and self.server_key is None:
+            raise ValueError(
+                "--key-file with --pd-prefill-worker needs --server-key, the prefill node's public key: a "
+                "node with keys uses them on every connection"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_route(self) -> Self:
@@ -256,14 +312,20 @@ def flag_of(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def _readable(error: ValidationError) -> str:
-    """All faults in one line, in the words of the command line."""
+def _readable(error: ValidationError, origins: Mapping[str, str]) -> str:
+    """All faults in one line, in the words of the command line, with the places that are not flags."""
     faults = []
     for fault in error.errors(include_url=False):
         own_words = fault.get("ctx", {}).get("error")
         message = str(own_words or f"{fault['msg']}, not {fault['input']!r}")
         if fault["type"] == "extra_forbidden":
             message = "there is no such option"
-        flag = flag_of(str(fault["loc"][0])) + ": " if fault["loc"] else ""
-        faults.append(flag + message)
+        if not fault["loc"]:
+            # A fault of several values together: any of them may be the wrong one.
+            places = ", ".join(origins.values())
+            faults.append(message + (f" (from {places})" if places else ""))
+            continue
+        name = str(fault["loc"][0])
+        place = f" (from {origins[name]})" if name in origins else ""
+        faults.append(f"{flag_of(name)}: {message}{place}")
     return "; ".join(faults)

@@ -41,7 +41,6 @@ ANSWER_TOKENS = 24
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta")
 # So slow that the bars can be seen, and so fast that nobody waits.
 EMULATED = ("--emulated-prefill-tokens-per-s", "40000"), ("--emulated-decode-ms", "2")
-EMULATED_MAX_TOKENS = 2_048
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +219,6 @@ def main() -> int:
         prefill_speed, decode_speed = EMULATED
         plan = PairPlan(
             kind="emulated",
-            max_tokens=EMULATED_MAX_TOKENS,
             prefill_extra=prefill_speed,
             decode_extra=(*decode_speed, *prefill_speed),
         )

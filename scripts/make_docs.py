@@ -71,13 +71,19 @@ def _flags(config_class: type[NodeConfig]) -> str:
     for name, field in config_class.model_fields.items():
         look = next((item for item in field.metadata if isinstance(item, Flag)), None)
         unset = "none" if look is None else look.unset
-        default = {None: unset, False: "off"}.get(field.default, field.default)
+        default = unset if field.default is None else field.default
+        default = "off" if default is False else default
         rows.append((f"`{flag_of(name)}`", f"`{variable_of(name)}`", default, field.description))
     return table(("flag", "environment", "default", "meaning"), rows)
 
 
+def _config_example() -> str:
+    text = (ROOT / "docs" / "pair.toml").read_text(encoding="utf-8")
+    return f"```toml\n{text}```\n"
+
+
 def tables() -> dict[str, str]:
-    """Every generated table by name."""
+    """Every generated table by name, and the example of a configuration file."""
     return {
         "messages": _messages(),
         "slot-table": _transitions(SLOT_TRANSITIONS),
@@ -89,6 +95,7 @@ def tables() -> dict[str, str]:
         "log-events": _log_events(),
         "prefill-flags": _flags(PrefillConfig),
         "decode-flags": _flags(DecodeConfig),
+        "config-example": _config_example(),
     }
 
 

@@ -28,9 +28,10 @@ try:
     from common.limits import CONTROL_MESSAGE_BYTES, JOBS_PER_CLIENT
     from common.messages import Finished
     from common.sampling import SamplingParams
-    from transport.client import Client
+    from transport.client import REFUSED_TIMEOUT_MS, Client
     from transport.launch.batch import Batch, BatchJob, Outcome
-    from transport.launch.run_directory import running_pairs
+    from transport.launch.key_flags import add_key_flags, keys_of
+    from transport.launch.run_directory import only_running_pair
 except ModuleNotFoundError as error:
     sys.exit(f"{error.name} is missing: run scripts/demo.sh once, then .venv/bin/python scripts/send.py")
 except KeyboardInterrupt:
@@ -56,6 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--endpoint", help="the decode node (default: the pair that up.py runs)")
     add("--raw", action="store_true", help="send prompts as they are, without chat template")
     add("--json", action="store_true", help="one JSON object per job, with ids and timings")
+    add_key_flags(parser)
     sampling = parser.add_argument_group("sampling", "a job of --file may have its own")
     add = sampling.add_argument
     add(
@@ -189,11 +191,8 @@ def endpoint_of(given: argparse.Namespace) -> str:
         if endpoint.startswith("ipc://") and not Path(endpoint.removeprefix("ipc://")).exists():
             raise NodeUnavailable(f"nobody listens at {endpoint}: there is no such socket")
         return endpoint
-    pairs = running_pairs()
-    if len(pairs) > 1:
-        choices = "\n".join(f"  --endpoint {pair.decode_endpoint}" for pair in pairs)
-        raise ConfigError(f"{len(pairs)} pairs are running; say which one:\n{choices}")
-    return pairs[0].decode_endpoint if pairs else DecodeConfig.model_fields["bind"].default
+    pair = only_running_pair(lambda pair: f"--endpoint {pair.decode_endpoint}")
+    return DecodeConfig.model_fields["bind"].default if pair is None else pair.decode_endpoint
 
 
 class Sender:
@@ -211,7 +210,9 @@ class Sender:
         """The exit status."""
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGTERM, self._on_signal)
-        with Client(endpoint) as client, self._progress() as progress:
+        keys = keys_of(self._given)
+        client = Client(endpoint, refused_timeout_ms=REFUSED_TIMEOUT_MS, keys=keys)
+        with client, self._progress() as progress:
             self._connected = True
             if progress is not None:
                 task = progress.add_task("jobs", total=len(self._jobs))

@@ -7,12 +7,16 @@ itself, it says so with its last words, stops the other and exits non-zero: noth
 """
 
 import argparse
+import os
 import signal
 import sys
 from types import FrameType
 
 try:
     from common.clock import pause_ms
+    from common.command_line import variable_of
+    from common.config import flag_of
+    from common.config_file import read_config_file
     from common.errors import ConfigError, ExitStatus, TandemError
     from transport.launch.pair import BACKENDS, Pair, PairPlan
 except ModuleNotFoundError as error:
@@ -75,10 +79,9 @@ class Launcher:
     def _ready_line(self) -> str:
         pair = self._pair
         cpus = [",".join(map(str, cpus)) or "shared" for cpus in (pair.decode_cpus, pair.prefill_cpus)]
-        depth = self._plan.prefetch_depth
         return (
             f"ready: decode {pair.decode_endpoint} (CPU {cpus[0]}), "
-            f"prefill {pair.prefill.endpoint} (CPU {cpus[1]}), prefetch {depth or 'off'}"
+            f"prefill {pair.prefill.endpoint} (CPU {cpus[1]}), prefetch {self._plan.depth or 'off'}"
         )
 
     def _stop(self, why: str) -> bool:
@@ -109,40 +112,11 @@ def tell(text: str) -> None:
 
 
 def parse_arguments(argv: list[str]) -> tuple[PairPlan, str]:
-    """The plan and the level of what is shown."""
-    extra: dict[str, list[str]] = {name: [] for name in EXTRA.values()}
-    own, target = [], None
-    for word in argv:
-        if word in EXTRA:
-            target = extra[EXTRA[word]]
-        else:
-            (own if target is None else target).append(word)
-    parser = argparse.ArgumentParser(
-        description="Start a decode node and its prefill node on this machine.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", help="name or path of the model (default: the daemons')")
-    parser.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        default="torch",
-        help="torch; emulated: no model, hashes instead; npu: emulated rngd and atom (default: torch)",
-    )
-    prefetch = parser.add_mutually_exclusive_group()
-    prefetch.add_argument("--no-prefetch", action="store_true", help="one request at a time")
-    prefetch.add_argument(
-        "--prefetch-depth", type=int, default=1, metavar="N", help="queued requests to prefill ahead"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="most tokens of prompt and answer together"
-    )
-    parser.add_argument("--decode-endpoint", metavar="ENDPOINT", help="default: a socket that send.py finds")
-    parser.add_argument("--prefill-endpoint", metavar="ENDPOINT", help="default: a private socket")
-    parser.add_argument("--verbose", action="store_true", help="show the whole log, not only warnings")
+    """The plan and the level of what is shown. Raises ConfigError for a bad file."""
+    own, extra = split_extra(argv)
+    parser = make_parser()
     given = parser.parse_args(own)
-    if given.prefetch_depth < 1:
+    if given.prefetch_depth is not None and given.prefetch_depth < 1:
         parser.error("--prefetch-depth must be at least 1; use --no-prefetch to turn it off")
     plan = PairPlan(
         kind=given.backend,
@@ -151,15 +125,65 @@ def parse_arguments(argv: list[str]) -> tuple[PairPlan, str]:
         prefetch_depth=0 if given.no_prefetch else given.prefetch_depth,
         decode_endpoint=given.decode_endpoint,
         prefill_endpoint=given.prefill_endpoint,
-        **{name: tuple(words) for name, words in extra.items()},
+        key_file=given.key_file,
+        allowed_keys=given.allowed_keys,
+        **extra,
     )
+    path = os.environ.get(variable_of("config")) if given.config is None else given.config
+    if path is not None:
+        plan = plan.with_file(read_config_file(path))
     return plan, "info" if given.verbose else "warning"
+
+
+def split_extra(argv: list[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    """The launcher's own words, and those for each daemon."""
+    extra: dict[str, list[str]] = {name: [] for name in EXTRA.values()}
+    own: list[str] = []
+    target = own
+    for word in argv:
+        if word in EXTRA:
+            target = extra[EXTRA[word]]
+        else:
+            target.append(word)
+    return own, {name: tuple(words) for name, words in extra.items()}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Start a decode node and its prefill node on this machine.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="TOML file with options of both nodes; flags beat it")
+    add("--model", help="name or path of the model (default: the daemons')")
+    add(
+        "--backend",
+        choices=BACKENDS,
+        help="torch; emulated: no model, hashes instead; npu: emulated rngd and atom (default: torch)",
+    )
+    prefetch = parser.add_mutually_exclusive_group()
+    prefetch.add_argument("--no-prefetch", action="store_true", help="one request at a time")
+    prefetch.add_argument(
+        "--prefetch-depth", type=int, metavar="N", help="queued requests to prefill ahead (default: 1)"
+    )
+    add("--max-tokens", type=int, metavar="N", help="most tokens of prompt and answer together")
+    add("--decode-endpoint", metavar="ENDPOINT", help="default: a socket that send.py finds")
+    add("--prefill-endpoint", metavar="ENDPOINT", help="default: a private socket")
+    for name, metavar, text in (
+        ("key_file", "FILE", "secret key of both nodes, its public key beside it (made by keys.py)"),
+        ("allowed_keys", "PATH", "public keys of who may send jobs: a file, or a directory of .pub files"),
+    ):
+        add(flag_of(name), metavar=metavar, default=os.environ.get(variable_of(name)), help=text)
+    add("--verbose", action="store_true", help="show the whole log, not only warnings")
+    return parser
 
 
 def main() -> int:
     """Exit status 0 after a drain, 1 when a node failed, 2 for a bad request, 6 when killed."""
-    plan, log_level = parse_arguments(sys.argv[1:])
     try:
+        plan, log_level = parse_arguments(sys.argv[1:])
         return Launcher(plan, log_level).run()
     except ConfigError as error:
         tell(f"up: {error}")

@@ -11,7 +11,8 @@ from typing import Any, Self
 
 import zmq
 
-from common.clock import now_ms
+from common.clock import now_ms, pause_ms
+from common.endpoints import is_local
 from common.errors import ErrorCode, HandshakeRefused, NodeUnavailable, PeerProtocolError
 from common.ids import new_incarnation
 from common.messages import (
@@ -28,6 +29,7 @@ from common.messages import (
 )
 from transport.codec import Header, decode, encode
 from transport.connector import Connector
+from transport.key_files import ClientKeys
 from transport.link import DealerLink
 from transport.peers import (
     AttemptRefused,
@@ -36,6 +38,7 @@ from transport.peers import (
     LivenessTimes,
     OpenSocket,
     Post,
+    RouteLost,
     SendFrame,
     SessionEnded,
     SessionOpened,
@@ -47,6 +50,7 @@ from transport.zmq_sockets import new_context
 
 TIMES = LivenessTimes(ping_ms=500, suspect_ms=1_500, dead_after_ms=3_000, lease_ms=5_000)
 CONNECT_TIMEOUT_MS = 5_000
+REFUSED_TIMEOUT_MS = 2_000  # a daemon on this machine that is being started binds within it
 _TERMINAL = (Finished, Failed, Rejected)
 
 
@@ -58,11 +62,21 @@ class Client:
         endpoint: str,
         connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
         times: LivenessTimes = TIMES,
+        refused_timeout_ms: int | None = None,
+        keys: ClientKeys | None = None,
     ) -> None:
-        """Connect. Raises `NodeUnavailable` when nobody answers in time, `HandshakeRefused` when refused."""
+        """Connect. Raises `NodeUnavailable` when nobody answers in time, `HandshakeRefused` when refused.
+
+        refused_timeout_ms: how long to wait while every attempt finds nobody listening, if that is shorter;
+        only this machine's own addresses, `ipc://` and loopback, are known to refuse for that reason alone.
+        keys: those that a node with keys asks for.
+        """
         self.endpoint = endpoint
         self.hello: HelloOk | None = None
         self._connect_timeout_ms = connect_timeout_ms
+        self._refused = False
+        self._refusal = ""
+        self._keys = keys
         self._context = new_context()
         self._times = times
         self._connector = Connector(times, new_incarnation(), Role.CLIENT)
@@ -71,7 +85,8 @@ class Client:
         self._arrived: list[Any] = []
         self._status: dict[str, Any] | None = None
         try:
-            self._ensure_open()
+            hasty = refused_timeout_ms is not None and is_local(endpoint)
+            self._ensure_open(refused_timeout_ms if hasty else None)
         except BaseException:
             self.close()
             raise
@@ -140,13 +155,17 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ensure_open(self) -> None:
-        deadline_ms = now_ms() + self._connect_timeout_ms
+    def _ensure_open(self, refused_timeout_ms: int | None = None) -> None:
+        start_ms = now_ms()
+        deadline_ms = start_ms + self._connect_timeout_ms
+        refused_ms = deadline_ms if refused_timeout_ms is None else start_ms + refused_timeout_ms
         while self.hello is None:
-            if not self._turn(deadline_ms) and self.hello is None:
+            bound_ms = min(deadline_ms, refused_ms) if self._refused else deadline_ms
+            if not self._turn(bound_ms) and self.hello is None and (self._refused or now_ms() >= deadline_ms):
                 raise NodeUnavailable(
                     f"nobody answers at {self.endpoint}: is the daemon running (a model may still load),"
-                    " and is this the endpoint of its ready line?"
+                    " and is this the endpoint of its ready line? If that node uses keys, give --key-file and"
+                    f" --server-key{self._refusal}"
                 )
 
     def _post(self, message: Any) -> None:
@@ -161,13 +180,17 @@ class Client:
             bounds.append(self._port.deadline_ms(moment_ms))
         bound_ms = min((bound for bound in bounds if bound is not None), default=None)
         timeout_ms = None if bound_ms is None else max(0, bound_ms - moment_ms)
-        poller = zmq.Poller()
-        for socket in [] if self._port is None else self._port.link.sockets:
-            poller.register(socket, zmq.POLLIN)
-        poller.poll(timeout_ms)
+        if self._port is None:
+            pause_ms(timeout_ms or 0)  # a poller without sockets would not wait
+        else:
+            poller = zmq.Poller()
+            for socket in self._port.link.sockets:
+                poller.register(socket, zmq.POLLIN)
+            poller.poll(timeout_ms)
         moment_ms = now_ms()
         items = [] if self._port is None else [*self._port.receive(), *self._port.flush(moment_ms)]
         for item in items:
+            self._refused = isinstance(item, RouteLost)
             self._drive(self._connector.step(item, moment_ms))
         self._drive(self._connector.step(Tick(), moment_ms))
         return not last
@@ -176,8 +199,9 @@ class Client:
         for effect in effects:
             match effect:
                 case OpenSocket(route=route):
+                    self._refused = False
                     self._port = ControlPort(
-                        DealerLink(self._context, self.endpoint, route), self._times.dead_after_ms
+                        DealerLink(self._context, self.endpoint, route, self._keys), self._times.dead_after_ms
                     )
                 case CloseSocket() if self._port is not None:
                     self._port.close()
@@ -190,8 +214,10 @@ class Client:
                     self.hello = hello_ok
                 case SessionEnded(cause=cause):
                     self._lose(cause)
-                case AttemptRefused(refusal=refusal) if not refusal.temporary:
-                    raise HandshakeRefused(refusal.detail)
+                case AttemptRefused(refusal=refusal):
+                    if not refusal.temporary:
+                        raise HandshakeRefused(f"{self.endpoint}: {refusal.detail}")
+                    self._refusal = f" (it said: {refusal.detail})"
                 case Delivered(message=message):
                     self._deliver(message)
 

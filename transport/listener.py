@@ -30,6 +30,9 @@ from transport.peers import (
     Tick,
 )
 
+# Each role has room of its own: a crowd of clients must not lock a decode node out.
+_SESSIONS = {Role.CLIENT: limits.SESSIONS, Role.DECODE: limits.DECODE_SESSIONS}
+
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
@@ -128,9 +131,10 @@ class Listener:
         effects: list[Any] = []
         if earlier is not None:
             effects += self._finish(earlier, "superseded by a newer attempt of the same node")
-        if len(self._sessions) >= limits.SESSIONS:
-            refusal = HelloRefused(True, f"{limits.SESSIONS} sessions are open already")
-            return [SendFrame(route, None, 0, refusal)]
+        limit = _SESSIONS[hello.role]
+        if sum(session.role is hello.role for session in self._sessions.values()) >= limit:
+            refusal = HelloRefused(True, f"{limit} sessions of role {hello.role} are open already")
+            return [*effects, SendFrame(route, None, 0, refusal)]
         self._attempts[hello.incarnation] = _Attempt(hello.attempt, route, hello.role)
         self._attempts.move_to_end(hello.incarnation)
         self._forget_old_attempts()

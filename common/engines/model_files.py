@@ -24,10 +24,10 @@ import xxhash
 
 from common.engines.gguf_conversion import CONVERSION_VERSION, convert_gguf
 from common.engines.hf_tokenizer import HuggingFaceTokenizer, read_json
+from common.engines.registry import NAMED_MODEL
 from common.errors import ConfigError
 
-NAMED_MODEL = "SmolLM2-135M-Instruct"
-NAMED_MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+NAMED_MODEL_FILE = f"{NAMED_MODEL}.Q4_1.gguf"
 NAMED_MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _MANIFEST = "tandem.json"

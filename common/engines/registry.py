@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # numpy would make --help wait
     from common.engines.interface import DecodeEngine, PrefillEngine, Tokenizer
 
+# Served unless --model says otherwise; scripts/fetch_model.py has it ready.
+NAMED_MODEL = "SmolLM2-135M-Instruct"
+
 
 @dataclass(frozen=True, slots=True)
 class BackendFacts:

@@ -33,3 +33,11 @@ def shared_pair(shared_world: World) -> Iterator[Pair]:
     pair = shared_world.pair(decode=(*PREFETCH, "--lease-ms", "20000"))
     yield pair
     pair.audit()
+
+
+@pytest.fixture
+def runtime() -> Iterator[Path]:
+    """A runtime directory for scripts."""
+    # Not pytest's own directory: its path would not fit a socket.
+    with TemporaryDirectory(prefix="tandem-test-") as directory:
+        yield Path(directory)

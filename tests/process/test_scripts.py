@@ -7,9 +7,9 @@ tests of `up` start their own, because they spoil it.
 import json
 import os
 import signal
+import socket
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,92 +17,22 @@ from typing import Any
 import pytest
 
 from common.clock import now_ms, pause_ms
+from tests.process.script_runs import (
+    DEADLINE_MS,
+    ROOT,
+    SLOW,
+    Script,
+    Up,
+    command,
+    environment,
+    run,
+    sockets_in,
+)
 from transport.client import Client
 from transport.launch.daemon_process import DaemonProcess
+from transport.launch.pair import EMULATED_MAX_TOKENS
 
-ROOT = Path(__file__).parents[2]
-DEADLINE_MS = 30_000
-SLOW = ("--decode-args", "--emulated-decode-ms", "20")
-
-
-class Script:
-    """A script that runs on its own, with what it wrote so far."""
-
-    def __init__(self, runtime: Path, name: str, *arguments: str) -> None:
-        self.runtime = runtime
-        self.output_path = runtime / f"{name}-{now_ms()}.out"
-        self.errors_path = self.output_path.with_suffix(".err")
-        with self.output_path.open("wb") as output, self.errors_path.open("wb") as errors:
-            self.process = subprocess.Popen(
-                command(name, *arguments), env=environment(runtime), stdout=output, stderr=errors
-            )
-
-    @property
-    def output(self) -> str:
-        return self.output_path.read_text()
-
-    @property
-    def errors(self) -> str:
-        return self.errors_path.read_text()
-
-    def wait_for(self, probe: Callable[[], Any]) -> Any:
-        """The first true value of `probe`."""
-        deadline_ms = now_ms() + DEADLINE_MS
-        while not (found := probe()):
-            assert now_ms() < deadline_ms, f"too late\n{self.output}\n{self.errors}"
-            pause_ms(10)
-        return found
-
-    def wait(self) -> int:
-        """The exit status."""
-        return self.process.wait(DEADLINE_MS / 1_000)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-class Up(Script):
-    """`up.py` with emulated nodes, ready."""
-
-    def __init__(self, runtime: Path, *arguments: str) -> None:
-        super().__init__(runtime, "up", "--backend", "emulated", *arguments)
-        self.wait_for(lambda: "\n" in self.output)
-        words = self.output.replace(",", " ").split()
-        assert words[:2] == ["ready:", "decode"]
-        self.decode_endpoint, self.prefill_endpoint = words[2], words[words.index("prefill") + 1]
-        self.directory = Path(self.decode_endpoint.removeprefix("ipc://")).parent
-
-    def pid(self, program: str) -> int:
-        return json.loads((self.directory / f"{program}.out").read_text())["pid"]
-
-    @property
-    def pids(self) -> list[int]:
-        return [self.pid("decode_node"), self.pid("prefill_node")]
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGINT)
-        return self.wait()
-
-
-def command(name: str, *arguments: str) -> list[str]:
-    return [sys.executable, str(ROOT / "scripts" / f"{name}.py"), *arguments]
-
-
-def environment(runtime: Path) -> dict[str, str]:
-    return os.environ | {"XDG_RUNTIME_DIR": str(runtime), "PYTHONPATH": str(ROOT)}
-
-
-def run(runtime: Path, name: str, *arguments: str, given: bytes = b"") -> subprocess.CompletedProcess:
-    done = subprocess.run(
-        command(name, *arguments),
-        env=environment(runtime),
-        input=given,
-        capture_output=True,
-        timeout=DEADLINE_MS / 1_000,
-    )
-    assert b"Traceback" not in done.stderr, done.stderr.decode()
-    return done
+DEMO_PROMPTS = ROOT / "scripts" / "demo_prompts.jsonl"
 
 
 def send_json(runtime: Path, *arguments: str, given: bytes = b"") -> list[dict[str, Any]]:
@@ -119,20 +49,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def sockets_in(runtime: Path) -> list[str]:
-    return sorted(path.name for path in runtime.rglob("*.sock*"))
-
-
 def slabs_of(pid: int) -> list[Path]:
     links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
     return [Path(link) for link in links if link.startswith("/dev/shm/tandem-")]
-
-
-@pytest.fixture
-def runtime() -> Iterator[Path]:
-    # Not pytest's own directory: its path would not fit a socket.
-    with TemporaryDirectory(prefix="tandem-test-") as directory:
-        yield Path(directory)
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +127,24 @@ def test_a_wrong_endpoint_is_told_at_once(runtime: Path) -> None:
     assert b"scripts/up.py" in done.stderr
 
 
+def test_an_endpoint_where_nobody_listens_is_told_with_what_to_do(runtime: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+    done = run(runtime, "send", "a", "--endpoint", endpoint)
+    assert done.returncode == 1
+    assert f"nobody answers at {endpoint}".encode() in done.stderr
+    assert b"start a pair with scripts/up.py" in done.stderr
+
+
+def test_the_prompts_of_the_demonstration_fit_the_emulated_pair(up: Up) -> None:
+    jobs = send_json(up.runtime, "--file", str(DEMO_PROMPTS), "--concurrency", "4", "--max-tokens", "2")
+    assert len(jobs) == 8
+    assert [job["label"] for job in jobs if "error" in job] == []
+    prompt_tokens = max(job["usage"]["prompt_tokens"] for job in jobs)
+    assert prompt_tokens + 128 <= EMULATED_MAX_TOKENS, "with the answer that send.py asks for by itself"
+
+
 def test_ctrl_c_cancels_the_job(up: Up) -> None:
     cancelled = jobs_cancelled(up)
     sender = Script(up.runtime, "send", "a", "--max-tokens", "600", "--ignore-eos")
@@ -253,10 +190,10 @@ def test_a_second_pair_does_not_clash_and_send_asks_which_one(up: Up) -> None:
 def test_an_endpoint_in_use_is_an_error_that_spares_its_owner(up: Up) -> None:
     arguments = ("--backend", "emulated", "--decode-endpoint", up.decode_endpoint)
     done = run(up.runtime, "up", *arguments)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stdout == b""
-    assert b"the decode node ended with exit status 2 (CONFIG)" in done.stderr
-    assert b"is in use" in done.stderr
+    assert b"the decode node ended with exit status 2 (CONFIG): ipc://" in done.stderr
+    assert done.stderr.count(b"is in use") == 1
     (job,) = send_json(up.runtime, "a", "--max-tokens", "1")
     assert job["path"] == "remote"
 
@@ -276,6 +213,58 @@ def test_a_missing_prefill_node_is_told_by_its_code(runtime: Path) -> None:
     assert done.returncode == 1
     assert b"NO_PREFILL_NODE" in done.stderr
     assert b"start the prefill node" in done.stderr
+
+
+def test_flags_that_a_daemon_refuses_are_told_once_with_exit_status_2(runtime: Path) -> None:
+    done = run(runtime, "up", "--backend", "emulated", "--prefill-args", "--no-such-flag")
+    told = done.stderr.decode()
+    sentence = "unrecognized arguments: --no-such-flag"
+    assert done.returncode == 2
+    assert f"up: the prefill node ended with exit status 2 (CONFIG): {sentence}" in told
+    assert told.count(sentence) == 1
+    assert sockets_in(runtime) == []
+
+
+def test_a_configuration_file_starts_a_pair_and_flags_beat_it(runtime: Path) -> None:
+    path = runtime / "pair.toml"
+    path.write_text(
+        'backend = "emulated"\nemulated-seed = 3\n[decode]\nmax-queue = 7\npd-prefetch-next = 2\n'
+        f'bind = "ipc://{runtime}/decode"\n'
+    )
+    up = Up(runtime, "--config", str(path), "--decode-args", "--max-queue", "9")
+    try:
+        assert up.decode_endpoint == f"ipc://{runtime}/decode"
+        assert "prefetch 2" in up.output
+        entries = [json.loads(line) for line in (up.log("decode_node")).read_text().splitlines()]
+        [configured] = [entry for entry in entries if entry["event"] == "node.configured"]
+        assert configured["max_queue"] == 9
+        assert configured["origins"]["max_queue"] == "flag"
+        assert configured["origins"]["emulated_seed"] == f"{path}: emulated-seed"
+        (job,) = send_json(runtime, "a", "--max-tokens", "1")
+        assert job["path"] == "remote"
+    finally:
+        assert up.stop() == 0, up.errors
+
+
+def test_a_bad_configuration_file_is_told_before_anything_is_started(runtime: Path) -> None:
+    path = runtime / "pair.toml"
+    path.write_text("[decode]\nslot = 2\n")
+    done = run(runtime, "up", "--config", str(path))
+    assert done.returncode == 2
+    assert done.stderr.decode() == (
+        f"up: {path}: [decode] slot: there is no such option; did you mean slots?\n"
+    )
+
+
+def test_nodes_that_do_not_fit_together_are_told_with_what_to_do(runtime: Path) -> None:
+    done = run(runtime, "up", "--backend", "emulated", "--prefill-args", "--emulated-seed", "1")
+    told = done.stderr.decode()
+    assert done.returncode == 1
+    assert (
+        "up: the decode node ended with exit status 3 (REFUSED): prefill node and decode node differ" in told
+    )
+    assert "model_id: emulated-1 here, emulated-0 there" in told
+    assert "what to do: start both nodes with the same --model" in told
 
 
 def test_a_daemon_that_dies_ends_the_pair_with_its_last_words(runtime: Path) -> None:

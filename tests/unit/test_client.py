@@ -1,5 +1,6 @@
 """The client against a node of the test's own making: a listener on a thread, without jobs or engine."""
 
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -147,6 +148,30 @@ def test_a_node_that_does_not_answer_is_unavailable_in_time(tmp_path: Path, kind
         Client(endpoint, connect_timeout_ms=CONNECT_MS)
     assert CONNECT_MS <= now_ms() - started_ms < CONNECT_MS + 2_000
     listener.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "ipc"])
+def test_who_finds_nobody_listening_may_give_up_sooner_than_who_finds_a_silent_node(
+    tmp_path: Path, kind: str
+) -> None:
+    listener, endpoint = silent_listener(kind, tmp_path)
+    started_ms = now_ms()
+    with pytest.raises(NodeUnavailable):
+        Client(endpoint, connect_timeout_ms=2 * CONNECT_MS, refused_timeout_ms=1)
+    assert now_ms() - started_ms >= 2 * CONNECT_MS
+    listener.close()
+    started_ms = now_ms()
+    with pytest.raises(NodeUnavailable):
+        Client(endpoint, connect_timeout_ms=60_000, refused_timeout_ms=CONNECT_MS)
+    assert CONNECT_MS <= now_ms() - started_ms < 30_000
+
+
+def test_waiting_for_a_node_that_is_not_there_costs_no_processor_time() -> None:
+    started = os.times()
+    with pytest.raises(NodeUnavailable):
+        Client("ipc:///nowhere", connect_timeout_ms=600)
+    used = os.times()
+    assert used.user + used.system - started.user - started.system < 0.3
 
 
 def test_a_mismatch_is_refused_with_the_nodes_own_words(nodes: Callable[..., Node]) -> None:

@@ -39,8 +39,18 @@ def test_all_differing_fields_are_named_with_both_values() -> None:
     assert names == ("layers", "dtype", "rope_form")
     assert describe_difference(PROFILE, theirs, names) == (
         "layers: 30 here, 24 there; dtype: float32 here, float16 there; "
-        "rope_form: half here, interleaved there"
+        "rope_form: half here, interleaved there; "
+        "what to do: start both nodes with the same --model and the same kind of --backend "
+        "(emulated ones with the same --emulated-seed), and give both nodes the same --dtype"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"), [("dtype", "--dtype"), ("weights_digest", "--model"), ("rope_form", "backends")]
+)
+def test_a_difference_comes_with_what_to_do_about_it(name: str, flag: str) -> None:
+    text = describe_difference(PROFILE, changed(name), (name,))
+    assert flag in text.split("what to do: ")[1]
 
 
 def test_the_longest_description_still_travels() -> None:

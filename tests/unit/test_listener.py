@@ -279,16 +279,16 @@ def test_a_bad_frame_of_a_client_without_a_place_in_the_row_ends_its_session(pla
     assert ending(effects).startswith(ErrorCode.PROTOCOL_ERROR)
 
 
-def crowd(side: Side, number: int, prefix: str = "crowd") -> None:
+def crowd(side: Side, number: int, prefix: str = "crowd", role: Role = Role.CLIENT) -> None:
     for index in range(number):
         name = f"{prefix}-{index}"
-        side.open(name, name, route=name.encode(), role=Role.CLIENT)
+        side.open(name, name, route=name.encode(), role=role)
 
 
 def test_further_sessions_are_refused_for_the_time_being_at_the_limit() -> None:
     side = Side()
     crowd(side, limits.SESSIONS)
-    [frame] = side.hello("late", route=b"late")
+    [frame] = side.hello("late", route=b"late", role=Role.CLIENT)
     assert frame.message.temporary
     assert len(side.open_sessions) == limits.SESSIONS
     effects = side.hello("crowd-0", 2, route=b"again")
@@ -301,9 +301,35 @@ def test_the_limit_holds_for_nodes_that_come_back_after_their_session_ended() ->
     for name in side.open_sessions:
         side.step(RouteLost(name.encode()))
     crowd(side, limits.SESSIONS, "new")
-    [frame] = side.hello("old-5", 2, route=b"back")
+    [frame] = side.hello("old-5", 2, route=b"back", role=Role.CLIENT)
     assert isinstance(frame, SendFrame)
     assert frame.message.temporary
+
+
+@pytest.mark.parametrize(
+    ("crowding", "coming", "limit"),
+    [
+        (Role.CLIENT, Role.DECODE, limits.SESSIONS),
+        (Role.DECODE, Role.CLIENT, limits.DECODE_SESSIONS),
+    ],
+)
+def test_a_crowd_of_one_role_leaves_room_for_the_other(crowding: Role, coming: Role, limit: int) -> None:
+    side = Side()
+    crowd(side, limit, role=crowding)
+    [refused] = side.hello("late", route=b"late", role=crowding)
+    assert refused.message.temporary
+    side.open("other", "other", route=b"other", role=coming)
+    assert len(side.open_sessions) == limit + 1
+
+
+def test_a_refusal_at_the_limit_does_not_hide_the_end_of_the_earlier_session() -> None:
+    # A node that comes back in another role: its old session is over, whatever becomes of the new one.
+    side = Side()
+    crowd(side, limits.DECODE_SESSIONS, role=Role.DECODE)
+    side.open("s1", "n1", role=Role.CLIENT)
+    ended, refused = side.hello("n1", 2, route=b"r2", role=Role.DECODE)
+    assert ended == SessionEnded("s1", Role.CLIENT, "superseded by a newer attempt of the same node")
+    assert refused.message.temporary
 
 
 def test_a_long_session_is_still_superseded_after_thousands_of_short_ones() -> None:

@@ -31,6 +31,7 @@ class DaemonProcess:
         self.name = program.replace("_", " ")
         self.log_path = directory / f"{program}.log"
         self.endpoint: str | None = None
+        self._complaint_head = f"python -m {program}: "
         self._output_path = directory / f"{program}.out"
         self._shown_bytes = 0
         command = [sys.executable, "-m", program, "--log-form", "json", *arguments]
@@ -95,12 +96,29 @@ class DaemonProcess:
         return f"the {self.name} ended with exit status {status} ({meaning})"
 
     def new_lines(self, level: str) -> list[str]:
-        """What it has logged at this level or above since the last call, made readable."""
+        """What it has logged at this level or above since the last call, made readable.
+
+        Without what `complaint` tells: a daemon says it only to end.
+        """
         with self.log_path.open("rb") as log:
             log.seek(self._shown_bytes)
             whole, end, _ = log.read().rpartition(b"\n")
         self._shown_bytes += len(whole) + len(end)
-        return [line for line in map(_readable, whole.splitlines(), [level] * len(whole)) if line]
+        lines = [_readable(line, level) for line in whole.splitlines()]
+        return [line for line in lines if line and not line.startswith(self._complaint_head)]
+
+    def complaint(self) -> str:
+        """What it says against its configuration, empty if nothing."""
+        text = self.log_path.read_text(encoding="utf-8", errors="replace")
+        head = f"{self._complaint_head}error: "
+        lines = text[text.find(head) + len(head) :].splitlines() if head in text else []
+        ours = [line for line in lines if not line.startswith(("{", self._complaint_head))]
+        return "\n".join(ours)
+
+    def last_reason(self) -> str:
+        """Why it ended, by the last entry of its log; empty if that does not say."""
+        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return _entry(lines[-1]).get("reason", "") if lines else ""
 
     def last_lines(self, count: int) -> list[str]:
         """The end of its log: what is no log entry, such as an error for a person, if there is any."""
@@ -112,13 +130,18 @@ class DaemonProcess:
 def _readable(line: bytes, level: str) -> str:
     """A line of the log for a terminal, empty below `level`; what is no entry stays as it is."""
     text = line.decode("utf-8", "replace")
-    try:
-        entry: dict[str, Any] = json.loads(text) if text.startswith("{") else {}
-    except ValueError:
-        entry = {}
+    entry = _entry(text)
     if not {"level", "event", "node"} <= entry.keys():
         return text
     if _LEVELS.index(entry["level"]) < _LEVELS.index(level):
         return ""
     fields = [f"{name}={value}" for name, value in entry.items() if name not in _HIDDEN]
     return " ".join([f"{entry['node']:7} {entry['level']:7} {entry['event']}", *fields])
+
+
+def _entry(line: str) -> dict[str, Any]:
+    """An entry of the log, empty for a line that is none."""
+    try:
+        return json.loads(line) if line.startswith("{") else {}
+    except ValueError:
+        return {}

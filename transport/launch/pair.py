@@ -6,21 +6,27 @@ restart a daemon: one that ends by itself is an error with its log, and the othe
 """
 
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
 from common.clock import now_ms, pause_ms
+from common.config import DecodeConfig, NodeConfig, PrefillConfig, flag_of
+from common.config_file import ConfigFile, FileValue
 from common.cpus import available_cpus
-from common.errors import NodeUnavailable, TandemError
+from common.errors import ConfigError, ExitStatus, NodeUnavailable, TandemError
 from transport.client import Client
+from transport.key_files import PUBLIC_SUFFIX, ClientKeys, connecting_keys
 from transport.launch.daemon_process import DaemonProcess
 from transport.launch.run_directory import RunDirectory, RunningPair, remove_socket
 
 BACKENDS = {"torch": ("torch", "torch"), "emulated": ("emulated", "emulated"), "npu": ("rngd", "atom")}
 """Kinds of pair: the backend of the prefill node, the backend of the decode node."""
+
+EMULATED_MAX_TOKENS = 2_048
+"""For tokens of one byte each: the engine's own 1,024 are less than the demonstration's prompts."""
 
 READY_MS = 300_000
 STOP_MS = 45_000
@@ -37,42 +43,121 @@ class DaemonEnded(TandemError):
 class PairPlan:
     """What to start.
 
-    kind: a key of `BACKENDS`. model, max_tokens: None takes the daemons' default. prefetch_depth: 0 is off.
-    Endpoints: None takes one in the pair's own directory. The extra flags come last and so have the last
-    word. alone: no prefill node; the decode node computes prompts itself.
+    kind: a key of `BACKENDS`. None, here and for model, max_tokens and prefetch_depth, takes what the
+    configuration file says, else what is usual. prefetch_depth: 0 is off. Endpoints: None takes one in the
+    pair's own directory. The extra flags come last and so have the last word. alone: no prefill node; the
+    decode node computes prompts itself. file: set by `with_file`. key_file: one secret key for both nodes and
+    their launcher, with its public key beside it. allowed_keys: who else may connect to the decode node.
     """
 
-    kind: str = "torch"
+    kind: str | None = None
     model: str | None = None
     max_tokens: int | None = None
-    prefetch_depth: int = 1
+    prefetch_depth: int | None = None
     decode_endpoint: str | None = None
     prefill_endpoint: str | None = None
     prefill_extra: tuple[str, ...] = ()
     decode_extra: tuple[str, ...] = ()
     alone: bool = False
+    file: ConfigFile | None = None
+    key_file: str | None = None
+    allowed_keys: str | None = None
+
+    @property
+    def public_key(self) -> str | None:
+        """Path of the public half of `key_file`."""
+        return None if self.key_file is None else str(Path(self.key_file).with_suffix(PUBLIC_SUFFIX))
+
+    def client_keys(self) -> ClientKeys | None:
+        """The launcher's keys, which are the nodes' own. Raises ConfigError."""
+        return connecting_keys(self.key_file, self.public_key)
+
+    def with_file(self, file: ConfigFile) -> "PairPlan":
+        """This plan, with a file for what it leaves open.
+
+        Raises ConfigError when the file's decode node would look for another prefill node than the pair's, or
+        when its nodes have different keys.
+        """
+        worker = file.decode.get("pd_prefill_worker")
+        prefill_endpoint = self.prefill_endpoint or _value(file.prefill, "bind")
+        if worker is not None:
+            prefill_endpoint = prefill_endpoint or PrefillConfig.model_fields["bind"].default
+            if worker.value != prefill_endpoint:
+                raise ConfigError(
+                    f"{file.path}: {worker.place} is {worker.value}, but the prefill node of this pair is at "
+                    f"{prefill_endpoint}: make both equal, or leave both out"
+                )
+        key_file = self.key_file or _value(file.decode, "key_file")
+        if self.key_file is None and key_file != _value(file.prefill, "key_file"):
+            raise ConfigError(
+                f"{file.path}: key-file: a pair that is started together has one key: put it above the tables"
+            )
+        return replace(
+            self,
+            decode_endpoint=self.decode_endpoint or _value(file.decode, "bind"),
+            prefill_endpoint=prefill_endpoint,
+            key_file=key_file,
+            allowed_keys=self.allowed_keys or _value(file.decode, "allowed_keys"),
+            file=file,
+        )
+
+    @property
+    def depth(self) -> int:
+        """The depth of prefetch that the decode node is started with."""
+        if self.prefetch_depth is not None:
+            return self.prefetch_depth
+        said = self._said(DecodeConfig)
+        if "pd_prefetch_next" in said:
+            return int(said["pd_prefetch_next"].value or 0)
+        remote_only = said.get("pd_remote_only")
+        return 1 if remote_only is None or remote_only.value else 0
 
     def prefill_flags(self, endpoint: str, cpus: tuple[int, ...]) -> list[str]:
-        slots = ["--source-slots", str(max(1, self.prefetch_depth))]
-        return [*self._flags(BACKENDS[self.kind][0], endpoint, cpus), *slots, *self.prefill_extra]
+        usual = self._usual(0, cpus) | {"source_slots": max(1, self.depth)}
+        asked = {"bind": endpoint, "allowed_keys": self.public_key}
+        return [*self._flags(PrefillConfig, asked, usual), *self.prefill_extra]
 
     def decode_flags(self, endpoint: str, worker: str | None, cpus: tuple[int, ...]) -> list[str]:
-        flags = self._flags(BACKENDS[self.kind][1], endpoint, cpus)
+        asked: dict[str, Any] = {"bind": endpoint, "allowed_keys": self.allowed_keys or self.public_key}
+        usual = self._usual(1, cpus)
         if worker is not None:
-            flags += ["--pd-prefill-worker", worker, "--pd-remote-only"]
-        if worker is not None and self.prefetch_depth:
-            flags += ["--pd-prefetch-next", str(self.prefetch_depth)]
-        return [*flags, *self.decode_extra]
+            asked["server_key"] = self.public_key
+            asked["pd_prefill_worker"] = worker
+            usual |= {"pd_remote_only": True, "pd_prefetch_next": self.depth or None}
+            if self.prefetch_depth is not None:
+                asked["pd_prefetch_next"] = self.prefetch_depth or "off"
+        return [*self._flags(DecodeConfig, asked, usual), *self.decode_extra]
 
-    def _flags(self, backend: str, endpoint: str, cpus: tuple[int, ...]) -> list[str]:
-        flags = ["--backend", backend, "--bind", endpoint]
-        if cpus:
-            flags += ["--cpus", ",".join(map(str, cpus))]
-        if self.model is not None:
-            flags += ["--model", self.model]
-        if self.max_tokens is not None:
-            flags += ["--max-tokens", str(self.max_tokens)]
+    def _said(self, config_class: type[NodeConfig]) -> Mapping[str, FileValue]:
+        return {} if self.file is None else self.file.of(config_class)
+
+    def _usual(self, node: int, cpus: tuple[int, ...]) -> dict[str, Any]:
+        """What is usual for a node (0 prefill, 1 decode) where nobody says anything; None for no flag."""
+        return {
+            "backend": BACKENDS["torch"][node],
+            "cpus": ",".join(map(str, cpus)) or None,
+            "max_tokens": EMULATED_MAX_TOKENS if self.kind == "emulated" else None,
+        }
+
+    def _flags(
+        self, config_class: type[NodeConfig], asked: dict[str, Any], usual: dict[str, Any]
+    ) -> list[str]:
+        """Flags for what was asked for, and for what is usual unless the file says otherwise."""
+        asked |= {"model": self.model, "max_tokens": self.max_tokens, "key_file": self.key_file}
+        if self.kind is not None:
+            asked["backend"] = BACKENDS[self.kind][0 if config_class is PrefillConfig else 1]
+        said = self._said(config_class)
+        options = {name: value for name, value in usual.items() if name not in said}
+        options |= {name: value for name, value in asked.items() if value is not None}
+        flags = [] if self.file is None else ["--config", self.file.path]
+        for name, value in options.items():
+            if value is not None:
+                flags += [flag_of(name)] if value is True else [flag_of(name), str(value)]
         return flags
+
+
+def _value(said: Mapping[str, FileValue], name: str) -> Any:
+    return said[name].value if name in said else None
 
 
 def split_cpus() -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -100,6 +185,7 @@ class Pair:
     def __init__(self, plan: PairPlan) -> None:
         """Start the processes; they are not ready yet. Raises ConfigError when there is no place for them."""
         self.plan = plan
+        self._keys = plan.client_keys()
         self.directory = RunDirectory()
         self.prefill_cpus, self.decode_cpus = split_cpus()
         self.prefill: DaemonProcess | None = None
@@ -147,7 +233,7 @@ class Pair:
         Raises NodeUnavailable when the prefill node has refused it for good.
         """
         try:
-            with Client(self.decode_endpoint, connect_timeout_ms=_ASK_MS) as client:
+            with Client(self.decode_endpoint, connect_timeout_ms=_ASK_MS, keys=self._keys) as client:
                 status = client.status(timeout_ms=_ASK_MS)
         except NodeUnavailable:
             return False
@@ -164,8 +250,13 @@ class Pair:
         pause_ms(_TURN_MS)
 
     def check(self) -> None:
-        """Raise DaemonEnded if one of them is no longer running."""
+        """Raise DaemonEnded if one of them is no longer running, ConfigError if it refused its flags."""
         for daemon in self.daemons:
+            if daemon.status == ExitStatus.CONFIG:
+                complaint = daemon.complaint() or "see its log"
+                raise ConfigError(f"{daemon.ending()}: {complaint}\n  (log: {daemon.log_path})")
+            if daemon.status == ExitStatus.REFUSED and (reason := daemon.last_reason()):
+                raise DaemonEnded(f"{daemon.ending()}: {reason}\n  (log: {daemon.log_path})")
             if daemon.status is not None:
                 lines = "\n".join(f"  {line}" for line in daemon.last_lines(_LAST_LINES))
                 raise DaemonEnded(f"{daemon.ending()}; its last words:\n{lines}\n  (log: {daemon.log_path})")
@@ -177,7 +268,7 @@ class Pair:
 
     def status(self) -> dict[str, Any]:
         """STATUS of the decode node."""
-        with Client(self.decode_endpoint) as client:
+        with Client(self.decode_endpoint, keys=self._keys) as client:
             return client.status()
 
     def stop(self, turn: Callable[[], None] = lambda: None, timeout_ms: int | None = STOP_MS) -> bool:

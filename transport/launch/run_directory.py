@@ -1,7 +1,7 @@
 """Where a pair's sockets and logs are, and which pairs are running.
 
 Decides the runtime directory of a user, the private directory of each pair in it, and what becomes of those
-whose launcher has died. Used by `transport/launch/pair.py` and, to find a running pair, by `scripts/send.py`.
+whose launcher has died. Used by `transport/launch/pair.py` and, to find a running pair, by the scripts.
 A pair is alive while its launcher holds the lock of its directory, so no process id is ever trusted. It must
 never remove a socket that a daemon still listens on.
 """
@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,15 @@ def running_pairs() -> list[RunningPair]:
         alive = [path for path in sorted(base.glob("pair-*")) if _is_held(path)]
         announcements = [path / _ANNOUNCEMENT for path in alive if (path / _ANNOUNCEMENT).exists()]
         return [RunningPair(**json.loads(path.read_text(encoding="utf-8"))) for path in announcements]
+
+
+def only_running_pair(choice: Callable[[RunningPair], str]) -> RunningPair | None:
+    """The pair that runs, if any does. Raises ConfigError, with a line for each, when there are more."""
+    pairs = running_pairs()
+    if len(pairs) > 1:
+        choices = "\n".join(f"  {choice(pair)}" for pair in pairs)
+        raise ConfigError(f"{len(pairs)} pairs are running; say which one:\n{choices}")
+    return pairs[0] if pairs else None
 
 
 class RunDirectory:
