@@ -25,6 +25,7 @@ class LogEvent(StrEnum):
     HELLO_REFUSED = "hello.refused"
     SESSION_OPENED = "session.opened"
     SESSION_ENDED = "session.ended"
+    CLIENT_DENIED = "client.denied"
     PEER_PROTOCOL_ERROR = "peer.protocol_error"
 
     JOB_ACCEPTED = "job.accepted"
@@ -39,6 +40,8 @@ class LogEvent(StrEnum):
     PREFILL_CANCELLED = "prefill.cancelled"
     COMPUTE_FAILED = "compute.failed"
     INVARIANT_VIOLATED = "invariant.violated"
+    STORY_WRITTEN = "story.written"
+    STORY_FAILED = "story.failed"
 
     HOOK_HELD = "hook.held"
     HOOK_RELEASED = "hook.released"

@@ -22,8 +22,8 @@ def main() -> int:
 
     incarnation = new_incarnation()
     log = NodeLog(node="decode", incarnation=incarnation, level=config.log_level, form=config.log_form)
-    log.info(LogEvent.NODE_CONFIGURED, **config.model_dump())
-    return Daemon(DecodeNode(config, log, incarnation), log).run()
+    log.info(LogEvent.NODE_CONFIGURED, **config.model_dump(), origins=config.origins)
+    return Daemon(DecodeNode(config, log, incarnation), log, config).run()
 
 
 if __name__ == "__main__":

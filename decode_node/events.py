@@ -64,8 +64,9 @@ class WorkerRefused:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A session with a prefill node has ended, for whatever cause."""
+    """A session with a prefill node has ended, for whatever cause. `worker`: its name."""
 
+    worker: str
     session: str
     cause: str
 

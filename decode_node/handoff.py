@@ -73,13 +73,12 @@ class Handoff:
         return [ev.StartImport(job.job_id, lane.index, session, job.record, job.first_token)]
 
     def on_worker_lost(self, event: ev.WorkerLost, now_ms: int) -> list[Any]:
-        worker = self._workers.of(event.session)
-        check(worker is not None, "a session that was not open has ended")
+        worker = self._workers.get(event.worker)
         lost, effects = worker.lost(event.session, now_ms)
         for job_id in lost:
             job = self._owner(job_id)
             job.reservation = None
-            detail = f"the prefill node was lost while it computed this prompt ({event.cause})"
+            detail = f"prefill node {worker.name} was lost while it computed this prompt ({event.cause})"
             effects += self._prefill_failed(job, ErrorCode.PEER_LOST, detail, now_ms)
         return effects
 
@@ -131,7 +130,9 @@ class Handoff:
 
     def on_timeout(self, job: Job, now_ms: int) -> list[Any]:
         """`--prefill-timeout-ms` has passed since the job's PREFILL."""
-        detail = f"no completion within --prefill-timeout-ms {self._settings.prefill_timeout_ms}"
+        worker = self._workers.holder(job.reservation)
+        budget_ms = self._settings.prefill_timeout_ms
+        detail = f"no completion of prefill node {worker.name} within --prefill-timeout-ms {budget_ms}"
         effects = self._desk.detach(job, "prefill timeout", now_ms)
         return effects + self._prefill_failed(job, ErrorCode.PREFILL_TIMEOUT, detail, now_ms)
 

@@ -17,7 +17,7 @@ from common.ids import new_job_id, new_session_id
 from common.kv_layout import KvLayout
 from common.log import NodeLog
 from common.log_events import LogEvent
-from common.messages import Accepted, Failed, Finished, Rejected, Role
+from common.messages import Accepted, Failed, Finished, Rejected, Role, StatusReply
 from decode_node import events as ev
 from decode_node.compute import DecodeCompute, EngineFailed, EngineLoaded, ImportFrom
 from decode_node.core import DecodeCore
@@ -26,7 +26,9 @@ from decode_node.settings import DecodeSettings
 from decode_node.stack import DecodeStack, FromWorker, MapSlab, SlabMapped, SlabRefused, ToWorker
 from decode_node.text_thread import TextThread, TokenizerFailed, TokenizerLoaded
 from transport.connector import Connector
+from transport.curve import denial_logger
 from transport.daemon import stall_bound_ms
+from transport.key_files import connecting_keys, listening_keys
 from transport.link import DealerLink, RouterLink
 from transport.listener import Listener
 from transport.loop import Loop, Mailbox
@@ -60,7 +62,10 @@ class DecodeNode:
 
     def bind(self, loop: Loop) -> str:
         pin_process(self._config.cpus, self._log)
-        link = RouterLink(self._context, self._config.bind)
+        config = self._config
+        self._worker_keys = connecting_keys(config.key_file, config.server_key)
+        keys = listening_keys(config.key_file, config.allowed_keys)
+        link = RouterLink(self._context, config.bind, keys, denial_logger(self._log))
         self._clients = ControlPort(link, give_up_ms=self._config.lease_ms)
         self._loop = loop
         self._mailbox = Mailbox(loop.wakeup)
@@ -137,6 +142,8 @@ class DecodeNode:
     def execute(self, effect: Any, now_ms: int) -> list[Any]:
         if isinstance(effect, SendFrame):
             self._log_answer(effect.message)
+            if isinstance(effect.message, StatusReply):
+                effect.message.body["clients_denied"] = self._clients.link.clients_denied
             lost = self._clients.send(effect, now_ms)
             return [] if lost is None else [lost]
         if isinstance(effect, ToWorker):
@@ -162,13 +169,15 @@ class DecodeNode:
                 return [self._map(worker, hello_ok)]
             case ev.UnmapSlab(session=session):
                 self._mappings.pop(session, None)
-            case ev.WorkerOpened(hello_ok=hello_ok):
+            case ev.WorkerOpened(worker=worker, hello_ok=hello_ok):
                 slots = len(hello_ok.grants)
-                self._log.info(LogEvent.SESSION_OPENED, session=hello_ok.session, slots=slots)
+                self._log.info(LogEvent.SESSION_OPENED, peer=worker, session=hello_ok.session, slots=slots)
                 if slots < self._config.prefetch_depth:
                     self._log.warning(LogEvent.DEPTH_CLAMPED, asked=self._config.prefetch_depth, slots=slots)
-            case ev.WorkerLost(session=session, cause=cause) | ev.ClientLost(session=session, cause=cause):
-                self._log.info(LogEvent.SESSION_ENDED, session=session, cause=cause)
+            case ev.WorkerLost(worker=worker, session=session, cause=cause):
+                self._log.info(LogEvent.SESSION_ENDED, peer=worker, session=session, cause=cause)
+            case ev.ClientLost(session=session, cause=cause):
+                self._log.info(LogEvent.SESSION_ENDED, peer="client", session=session, cause=cause)
             case ev.WorkerRefused(worker=worker, refusal=refusal):
                 self._log.warning(LogEvent.HELLO_REFUSED, peer=worker, detail=refusal.detail)
             case ev.ReportEnd():
@@ -196,7 +205,7 @@ class DecodeNode:
     def _to_worker(self, worker: str, item: Any, now_ms: int) -> list[Any]:
         match item:
             case OpenSocket(route=route):
-                link = DealerLink(self._context, worker, route)
+                link = DealerLink(self._context, worker, route, self._worker_keys)
                 self._workers[worker] = ControlPort(link, give_up_ms=self._config.dead_after_ms)
                 self._loop.watch(link.sockets)
             case CloseSocket() if worker in self._workers:
@@ -216,8 +225,9 @@ class DecodeNode:
         match message:
             case Accepted(job_id=job_id, prompt_tokens=tokens):
                 self._log.info(LogEvent.JOB_ACCEPTED, job=job_id, prompt_tokens=tokens)
-            case Rejected(code=code, detail=detail):
-                self._log.warning(LogEvent.JOB_REJECTED, code=code, detail=detail)
+            case Rejected(code=code):
+                # Not the detail, which is for the client: it may quote what the client sent.
+                self._log.warning(LogEvent.JOB_REJECTED, code=code)
 
     def _log_end(self, end: ev.ReportEnd) -> None:
         match end.answer:
@@ -249,6 +259,10 @@ class DecodeNode:
         deadlines = [self._stack.deadline_ms(), self._clients.deadline_ms(now_ms)]
         deadlines += [port.deadline_ms(now_ms) for port in self._workers.values()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    @property
+    def stack(self) -> Any:
+        return self._stack
 
     def check(self) -> None:
         self._stack.core.check()

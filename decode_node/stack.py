@@ -136,7 +136,7 @@ class DecodeStack:
                     # A session that was turned down before the core heard of it ends in silence.
                     if self._open.get(worker) == session:
                         del self._open[worker]
-                        effects.append(ev.WorkerLost(session, cause))
+                        effects.append(ev.WorkerLost(worker, session, cause))
                 case Delivered(session=session, message=message):
                     effects.append(ev.WorkerMessage(session, message))
                 case Suspected(session=session, silent=silent):
@@ -162,7 +162,7 @@ class DecodeStack:
         match effect:
             case ev.AnswerHello(route=route, message=message):
                 return Answer(route, message)
-            case ev.SendToClient(session=session, message=StatusReply(status=status)):
+            case ev.SendToClient(session=session, message=StatusReply(body=status)):
                 return Post(session, StatusReply({**status, **self._session_status(now_ms)}))
             case ev.SendToClient(session=session, message=message):
                 return Post(session, message)

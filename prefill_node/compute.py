@@ -104,6 +104,10 @@ class PrefillCompute:
 
     def _compute(self, engine: PrefillEngine, command: RunChunk) -> ChunkComputed | ComputeFailed:
         if not command.digests:
+            if xxhash.xxh3_128_hexdigest(command.prompt) != command.prompt_digest:
+                # The record repeats the digest: nobody else would notice that the prompt is another one.
+                detail = "the prompt does not match its digest: it has changed on the way"
+                return ComputeFailed(command.slot, command.epoch, detail, ErrorCode.KV_CORRUPT)
             self._slab.begin(command.slot, command.epoch)
         self._hooks.at("prefill.chunk")
         prompt = np.frombuffer(command.prompt, dtype="<i4").astype(np.int64)

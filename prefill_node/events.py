@@ -105,13 +105,15 @@ class CloseSession:
 class RunChunk:
     """Compute positions `[start, end)` of a prompt into (slot, epoch); answered by exactly one event.
 
-    digests: of the chunks before, from `first` on, which the last chunk's logits depend on.
+    prompt_digest: of the whole prompt, as the decode node named it. digests: of the chunks before, from
+    `first` on, which the last chunk's logits depend on.
     """
 
     job_id: str
     slot: int
     epoch: int
     prompt: bytes
+    prompt_digest: str
     first: int
     start: int
     end: int

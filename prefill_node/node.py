@@ -16,13 +16,15 @@ from common.hooks import HoldPoints
 from common.ids import new_session_id
 from common.log import NodeLog
 from common.log_events import LogEvent
-from common.messages import PrefillDone, PrefillFailed, ShmPlane
+from common.messages import PrefillDone, PrefillFailed, ShmPlane, StatusReply
 from prefill_node import events as ev
 from prefill_node.compute import EngineFailed, EngineLoaded, PrefillCompute
 from prefill_node.core import PrefillCore
 from prefill_node.production import PrefillSettings
 from prefill_node.stack import PrefillStack
+from transport.curve import denial_logger
 from transport.daemon import stall_bound_ms
+from transport.key_files import listening_keys
 from transport.link import RouterLink
 from transport.listener import Listener
 from transport.loop import Loop, Mailbox
@@ -52,7 +54,9 @@ class PrefillNode:
         pin_process(self._config.cpus, self._log)
         for name in remove_stale_slabs():
             self._log.info(LogEvent.SLAB_REMOVED, slab=name)
-        link = RouterLink(self._context, self._config.bind)
+        config = self._config
+        keys = listening_keys(config.key_file, config.allowed_keys)
+        link = RouterLink(self._context, config.bind, keys, denial_logger(self._log))
         self._port = ControlPort(link, give_up_ms=self._config.lease_ms)
         self._loop = loop
         self._mailbox = Mailbox(loop.wakeup)
@@ -108,6 +112,8 @@ class PrefillNode:
         match effect:
             case SendFrame():
                 self._log_completion(effect.message)
+                if isinstance(effect.message, StatusReply):
+                    effect.message.body["clients_denied"] = self._port.link.clients_denied
                 lost = self._port.send(effect, now_ms)
                 return [] if lost is None else [lost]
             case ev.RunChunk():
@@ -145,6 +151,10 @@ class PrefillNode:
     def deadline_ms(self, now_ms: int) -> int | None:
         deadlines = (self._stack.deadline_ms(), self._port.deadline_ms(now_ms))
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    @property
+    def stack(self) -> Any:
+        return self._stack
 
     def check(self) -> None:
         self._stack.core.check()

@@ -106,6 +106,7 @@ def next_chunk(production: Production) -> RunChunk:
         request.slot,
         request.epoch,
         request.prompt,
+        request.prompt_digest,
         request.send_from,
         start,
         end,

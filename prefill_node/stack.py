@@ -80,7 +80,7 @@ class PrefillStack:
         match effect:
             case ev.AnswerHello(route=route, message=message):
                 return Answer(route, message)
-            case ev.SendMessage(session=session, message=StatusReply(status=status)):
+            case ev.SendMessage(session=session, message=StatusReply(body=status)):
                 return Post(session, StatusReply({**status, **self.listener.status(now_ms)}))
             case ev.SendMessage(session=session, message=message):
                 return Post(session, message)

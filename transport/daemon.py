@@ -2,7 +2,11 @@
 
 Decides the order of the phases, what signals do, and the exit status; called by `prefill_node` and
 `decode_node` with a node that knows the rest. The loop thread is the main thread. It must never compute, and
-never exits silently: the last log entry says why.
+never exits silently: the last log entry says why. A daemon that is at fault itself leaves its last steps in a
+file, see `common.story`.
+
+For tests, `--hold-dir`: a file `step.<class of an event>` that says `repeat` has the next such event stepped
+twice, as a thread that answers twice would.
 """
 
 import json
@@ -15,11 +19,16 @@ from typing import Any, Protocol
 
 from common import limits
 from common.clock import now_ms
+from common.config import NodeConfig
 from common.errors import ConfigError, ExitStatus, InvariantViolation
+from common.hooks import HoldPoints
 from common.log import NodeLog
 from common.log_events import LogEvent
+from common.story import Story, ending_of, reason_of
+from common.version import VERSION
 from transport.loop import Loop
 from transport.peers import Tick
+from transport.story_file import story_directory, write_story
 
 
 def stall_bound_ms(asked_ms: int | None, longest_chunk_ms: int) -> int:
@@ -33,11 +42,15 @@ def stall_bound_ms(asked_ms: int | None, longest_chunk_ms: int) -> int:
 
 
 class Node(Protocol):
-    """What a daemon runs. `leaving` is the exit status and reason once the node wants to go."""
+    """What a daemon runs. `leaving` is the exit status and reason once the node wants to go.
+
+    stack: the pure object behind `step`, once loaded; nobody else steps it.
+    """
 
     role: str
     incarnation: str
     leaving: tuple[int, str] | None
+    stack: Any
 
     def bind(self, loop: Loop) -> str:
         """Take the endpoint, begin to load the engine; the resolved endpoint. Raises `ConfigError`."""
@@ -73,10 +86,14 @@ class Node(Protocol):
 class Daemon:
     """Runs one node on the main thread."""
 
-    def __init__(self, node: Node, log: NodeLog) -> None:
+    def __init__(self, node: Node, log: NodeLog, config: NodeConfig) -> None:
         self._node = node
         self._log = log
+        self._config = config
+        self._hooks = None if config.hold_dir is None else HoldPoints(config.hold_dir, log)
         self._loop = Loop()
+        self._story: Story | None = None
+        self._place = "outside"
         self._steps = 0
         self._stopping = False
         self._ready = False
@@ -92,9 +109,11 @@ class Daemon:
         except InvariantViolation as error:
             self._log.error(LogEvent.INVARIANT_VIOLATED, detail=str(error))
             status, reason = ExitStatus.INVARIANT, str(error)
+            self._tell_story(error)
         except Exception as error:
             self._log.error(LogEvent.NODE_FAILED, detail=traceback.format_exc())
             status, reason = ExitStatus.INVARIANT, repr(error)
+            self._tell_story(error)
         orderly = self._ready and status == ExitStatus.OK
         self._node.close(orderly)
         self._log.info(LogEvent.NODE_STOPPED, status=int(status), reason=reason)
@@ -113,6 +132,7 @@ class Daemon:
         while not self._node.load():
             if self._loop.poll(None):
                 return ExitStatus.OK, "stopped while loading"
+        self._story = Story(self._node.stack)
         self._ready = True
         self._log.info(LogEvent.NODE_READY, endpoint=endpoint, ms=now_ms() - started_ms)
         self._announce(endpoint)
@@ -161,9 +181,39 @@ class Daemon:
         """Step the node, do what it asks for, and go on with what follows from that."""
         events = [event]
         while events and self._node.leaving is None:
-            effects = self._node.step(events.pop(0), moment_ms)
+            event = events.pop(0)
+            if self._hooks is not None and self._hooks.at(f"step.{type(event).__name__}") == "repeat":
+                events.insert(0, event)
+            self._story.record(event, moment_ms)
+            self._place = "step"
+            effects = self._node.step(event, moment_ms)
+            self._place = "outside"
             for effect in effects:
                 events += self._node.execute(effect, moment_ms)
             self._steps += 1
             if self._steps % limits.STEPS_PER_CHECK == 0:
+                self._place = "check"
                 self._node.check()
+                self._place = "outside"
+
+    def _tell_story(self, error: Exception) -> None:
+        """Leave the last steps in a file. The way out goes on whatever happens here."""
+        if self._story is None:
+            return
+        flags = {name: value for name, value in self._config.model_dump().items() if "key" not in name}
+        head = {
+            "version": VERSION,
+            "role": self._node.role,
+            "incarnation": self._node.incarnation,
+            "place": self._place,
+            "reason": reason_of(error),
+            "flags": flags,
+        }
+        try:
+            lines = self._story.lines(head, ending_of(self._node.stack, self._story.last_ms))
+            directory = story_directory(self._config.story_dir)
+            path = write_story(directory, self._node.role, self._node.incarnation, lines)
+        except Exception:
+            self._log.error(LogEvent.STORY_FAILED, detail=traceback.format_exc())
+        else:
+            self._log.error(LogEvent.STORY_WRITTEN, path=str(path))

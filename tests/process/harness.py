@@ -19,6 +19,8 @@ from common.clock import now_ms, pause_ms
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_MS = 15_000
+# A real model is loaded, perhaps while other tests run.
+START_MS = 60_000
 POLL_MS = 4
 LOG_TAIL = 12
 # Small, so that a test of a lost peer is short; large enough for two busy cores.
@@ -36,9 +38,12 @@ class Daemon:
     """One process of `python -m <program>`, with what it wrote so far.
 
     entries: its log, one dict per line of stderr that is JSON. complaints: the other lines of stderr.
+    wrapper: module, with its arguments, that runs the program in its stead.
     """
 
-    def __init__(self, program: str, name: str, directory: Path, flags: tuple[str, ...]) -> None:
+    def __init__(
+        self, program: str, name: str, directory: Path, flags: tuple[str, ...], wrapper: tuple[str, ...] = ()
+    ) -> None:
         self.name = name
         self.role = program.removesuffix("_node")
         self.hold_directory = directory / f"{name}-hold"
@@ -49,7 +54,7 @@ class Daemon:
         self.endpoint = ""
         self.slabs: list[Path] = []
         hold = ("--hold-dir", str(self.hold_directory))
-        self.process = start(program, *flags, *hold)
+        self.process = start(*wrapper, program, *flags, *hold)
         self._threads = [
             threading.Thread(target=self._read_output, daemon=True),
             threading.Thread(target=self._read_log, daemon=True),

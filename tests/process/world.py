@@ -5,6 +5,7 @@ Decides how nodes are paired, how clients are driven and what a clean end is. Us
 silent and loses its jobs.
 """
 
+import json
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 from common.errors import NodeUnavailable
 from common.messages import Accepted, Failed, Finished, Rejected, Tokens
 from tests import oracle
-from tests.process.harness import DEADLINE_MS, LEASE, POLL_MS, STALL_MS, TIMES, Daemon, wait_until
+from tests.process.harness import DEADLINE_MS, LEASE, POLL_MS, STALL_MS, START_MS, TIMES, Daemon, wait_until
 from transport.client import Client
 from transport.peers import LivenessTimes
 
@@ -103,19 +104,35 @@ class JobClient:
 
 
 class World:
-    """Daemons and clients of one test or module."""
+    """Daemons and clients of one test or module.
 
-    def __init__(self, directory: Path) -> None:
+    conditions: what `tests/process/matrix_daemon.py` makes worse for each daemon.
+    """
+
+    def __init__(self, directory: Path, conditions: dict[str, Any] | None = None) -> None:
         self.directory = directory
+        self.conditions = conditions
         self.daemons: list[Daemon] = []
         self.clients: list[JobClient] = []
 
-    def launch(self, program: str, *flags: str, name: str | None = None, bind: str | None = None) -> Daemon:
-        """Start a daemon without waiting for it. The last of repeated flags counts."""
+    def launch(
+        self,
+        program: str,
+        *flags: str,
+        name: str | None = None,
+        bind: str | None = None,
+        wait_for: Path | None = None,
+    ) -> Daemon:
+        """Start a daemon without waiting for it. The last of repeated flags counts.
+
+        wait_for: it loads its code and begins when this file is there; see `matrix_daemon`.
+        """
         name = name or f"{program[0]}{len(self.daemons)}"
         bind = bind or f"ipc://{self.directory}/{name}"
         flags = ("--backend", "emulated", "--stall-ms", str(STALL_MS), *COMMON, "--bind", bind, *flags)
-        daemon = Daemon(program, name, self.directory, flags)
+        conditions = {**(self.conditions or {}), **({} if wait_for is None else {"wait_for": str(wait_for)})}
+        wrapper = ("tests.process.matrix_daemon", json.dumps(conditions)) if conditions else ()
+        daemon = Daemon(program, name, self.directory, flags, wrapper)
         self.daemons.append(daemon)
         return daemon
 
@@ -148,7 +165,7 @@ class World:
             assert daemon.status is None, f"ended instead of getting ready\n{daemon.tail()}"
             return daemon.ready()
 
-        self.wait(probe, f"{daemon.name} is ready")
+        self.wait(probe, f"{daemon.name} is ready", START_MS)
         return daemon
 
     def client(self, daemon: Daemon) -> JobClient:
@@ -190,11 +207,12 @@ class World:
         last: dict[str, Any] = {}
 
         def probe() -> bool:
-            last.update(self.status(daemon))
+            last.update(client.status())
             return condition(last)
 
         try:
-            self.wait(probe, what, deadline_ms)
+            with Client(daemon.endpoint, times=PATIENT) as client:
+                self.wait(probe, what, deadline_ms)
         except AssertionError as error:
             raise AssertionError(f"{error}\nlast STATUS: {last}") from None
         return last
@@ -242,6 +260,8 @@ class World:
         for daemon in self.daemons:
             for left in daemon.files_left():
                 Path(left).unlink(missing_ok=True)
+        broken = [daemon for daemon in self.daemons if daemon.logged("invariant.violated")]
+        assert not broken, "\n".join(daemon.tail() for daemon in broken)
 
 
 class Pair:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from common.digests import prompt_digest
 from common.engines.registry import EngineSettings, load_decode_engine, load_prefill_engine
+from common.errors import ErrorCode
 from common.hooks import HoldPoints
 from common.log import NodeLog
 from common.messages import PrefillDone
@@ -17,7 +19,7 @@ from common.sampling import SamplingParams
 from decode_node import events as ev
 from decode_node.compute import DecodeCompute, ImportFrom
 from prefill_node.compute import PrefillCompute
-from prefill_node.events import RunChunk
+from prefill_node.events import ComputeFailed, RunChunk
 from tests.oracle import expected_tokens
 from transport.loop import Mailbox, Wakeup
 from transport.slab import Slab, SlabView
@@ -29,6 +31,12 @@ PROMPT = list(range(40, 100))
 SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
+def one_chunk(prompt_ids: list[int], epoch: int = 1) -> RunChunk:
+    """The whole of a prompt, which the decode node has named as `PROMPT`."""
+    prompt = np.array(prompt_ids, dtype="<i4").tobytes()
+    return RunChunk("job", 0, epoch, prompt, prompt_digest(PROMPT), 0, 0, len(prompt_ids), ())
+
+
 class Bench:
     """A slab with one finished production, and a compute thread that the test plays."""
 
@@ -36,12 +44,11 @@ class Bench:
         self.mailbox = Mailbox(wakeup)
         log = NodeLog(node="decode", incarnation="test", stream=io.StringIO())
         hooks = HoldPoints(None, log)
-        engine = load_prefill_engine(SETTINGS)
+        self.engine = engine = load_prefill_engine(SETTINGS)
         engine.attach([slab.slot(0)])
-        producer = PrefillCompute(SETTINGS, self.mailbox, hooks, log)
+        self.producer = producer = PrefillCompute(SETTINGS, self.mailbox, hooks, log)
         producer.attach(slab, engine.capabilities.layout)
-        prompt = np.array(PROMPT, dtype="<i4").tobytes()
-        chunk = producer._compute(engine, RunChunk("job", 0, 1, prompt, 0, 0, len(PROMPT), ()))
+        chunk = producer._compute(engine, one_chunk(PROMPT))
         engine.attach([])
         self.layout = engine.capabilities.layout
         self.view = SlabView(slab.name, 1, slab.slot_bytes)
@@ -123,3 +130,10 @@ def test_a_slot_that_was_given_away_is_refused_as_stale(bench: Bench) -> None:
     ended = bench.sample_and_import()[-1]
 
     assert (ended.code, ended.decoding) == ("KV_STALE", False)
+
+
+def test_a_prompt_that_changed_on_the_way_is_not_computed(bench: Bench) -> None:
+    answer = bench.producer._compute(bench.engine, one_chunk([*PROMPT[:-1], PROMPT[-1] ^ 1], epoch=2))
+    assert (type(answer), answer.code) == (ComputeFailed, ErrorCode.KV_CORRUPT)
+    assert "changed on the way" in answer.detail
+    assert bench.view.epoch(0) == 1, "the slot was not touched"

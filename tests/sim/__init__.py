@@ -1,0 +1,1 @@
+"""The deterministic simulator: production stacks under replaced links, clock, compute and text."""
