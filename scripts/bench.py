@@ -1,4 +1,4 @@
-"""Measure Tandem: `python scripts/bench.py overlap|control|copy|engine|memory [--json]`.
+"""Measure Tandem: `python scripts/bench.py overlap|control|copy|engine|memory|robustness [--json]`.
 
 Decides nothing; each subcommand is a module of `scripts/benchmarks` with `configure(parser)` and
 `measure(options, console)`, which shows a table and returns the figures. All comparisons are ratios of
@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import control, engine, import_copy, memory, overlap
+from benchmarks import control, engine, import_copy, memory, overlap, robustness
 from rich.console import Console
 
 from common.errors import TandemError
@@ -25,6 +25,7 @@ COMMANDS = {
     "copy": (import_copy, "the import's copy and digest against a plain memory copy"),
     "engine": (engine, "the torch engine against transformers' generate()"),
     "memory": (memory, "resident memory of both daemons over many jobs"),
+    "robustness": (robustness, "digests, sequence checks and ledger checks on against off"),
 }
 
 

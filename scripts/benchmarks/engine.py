@@ -16,16 +16,15 @@ from benchmarks.figures import prompts
 from common.clock import now_us
 from common.cpus import available_cpus, pin_process
 from common.engines.model_files import resolve_model
-from common.engines.registry import EngineSettings, load_decode_engine
+from common.engines.registry import NAMED_MODEL, EngineSettings, load_decode_engine
 from common.kv_layout import chunk_bounds
 from common.log import NodeLog
 
-MODEL = "SmolLM2-135M-Instruct"
 CHUNK_TOKENS = 256
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=MODEL, help=f"model ({MODEL})")
+    parser.add_argument("--model", default=NAMED_MODEL, help=f"model ({NAMED_MODEL})")
     parser.add_argument("--tokens", type=int, default=384, help="prompt length (384)")
     parser.add_argument("--steps", type=int, default=32, help="decode steps (32)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds (7)")

@@ -16,18 +16,16 @@ from rich.console import Console
 
 from common.clock import now_us
 from common.cpus import available_cpus, pin_process
-from common.engines.registry import EngineSettings, load_decode_engine
+from common.engines.registry import NAMED_MODEL, EngineSettings, load_decode_engine
 from common.kv_layout import KvLayout, chunk_bounds
 from common.log import NodeLog
 from common.messages import PrefillDone
 from decode_node.kv_import import PIECE_BYTES, KvImport
 from transport.slab import Slab, SlabView
 
-MODEL = "SmolLM2-135M-Instruct"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=MODEL, help=f"model ({MODEL})")
+    parser.add_argument("--model", default=NAMED_MODEL, help=f"model ({NAMED_MODEL})")
     parser.add_argument("--tokens", type=int, default=384, help="tokens imported at a time (384)")
     parser.add_argument("--rounds", type=int, default=40, help="rounds (40)")
 

@@ -12,16 +12,15 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.figures import even, prompts
+from common.engines.registry import NAMED_MODEL
 from transport.client import Client
 from transport.launch.batch import Batch, BatchJob
 from transport.launch.pair import BACKENDS, Pair, PairPlan
 
-MODEL = "SmolLM2-135M-Instruct"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=list(BACKENDS), default="torch", help="pair of backends (torch)")
-    parser.add_argument("--model", default=MODEL, help=f"model ({MODEL})")
+    parser.add_argument("--model", default=NAMED_MODEL, help=f"model ({NAMED_MODEL})")
     parser.add_argument("--jobs", type=int, default=100, help="jobs (100)")
 
 

@@ -17,14 +17,13 @@ from rich.table import Table
 
 from benchmarks.figures import even, percentile, prompts, spread
 from common.clock import now_us
+from common.engines.registry import NAMED_MODEL
 from common.errors import ConfigError, NodeUnavailable, TandemError
 from common.messages import Finished
 from transport.client import Client
 from transport.launch.batch import Batch, BatchJob
 from transport.launch.flow_shop import makespan, plain_sum
 from transport.launch.pair import BACKENDS, Pair, PairPlan
-
-MODEL = "SmolLM2-135M-Instruct"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Run:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=list(BACKENDS), default="torch", help="pair of backends (torch)")
-    parser.add_argument("--model", default=MODEL, help=f"model ({MODEL})")
+    parser.add_argument("--model", default=NAMED_MODEL, help=f"model ({NAMED_MODEL})")
     parser.add_argument("--jobs", type=int, default=12, help="jobs in a run (12)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each arm, at least 3 (3)")
 
