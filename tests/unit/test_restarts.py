@@ -5,7 +5,7 @@ from itertools import permutations
 import pytest
 
 from common.errors import ExitStatus
-from common.messages import Finished, Hello
+from common.messages import Finished, Hello, StatusReply, StatusRequest
 from decode_node.stack import FromWorker
 from tests.actors import TIMES
 from tests.cores import Pair
@@ -170,3 +170,12 @@ def test_a_slab_that_cannot_be_mapped_after_a_restart_is_shown_and_tried_again()
     pair.map_refusal = ""
     pair.advance(2 * TIMES.backoff_max_ms)
     check_works(pair)
+
+
+def test_status_tells_the_sessions_and_counts_stale_messages() -> None:
+    pair = Pair()
+    pair.client.say(StatusRequest())
+    [reply] = [item for item in pair.client.received if isinstance(item, StatusReply)]
+    assert [entry["role"] for entry in reply.body["sessions"]] == ["client"]
+    assert reply.body["stale_messages"] == 0
+    assert reply.body["ready"] is True

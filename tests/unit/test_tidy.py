@@ -225,6 +225,38 @@ def nothing_prints_or_runs_foreign_code(module: Module) -> Iterator[str]:
             yield f"line {call.lineno}: print"
 
 
+@rule(
+    "transport/codec.py",
+    "__import__(name)\nimportlib.import_module(name)\ngetattr(messages, name)\nglobals()[name]\n"
+    "torch.load(path)\nnp.load(path, allow_pickle=True)\nyaml.load(text)\ncompile(text, '', 'exec')",
+)
+def nothing_is_looked_up_or_loaded_by_a_foreign_name(module: Module) -> Iterator[str]:
+    if module.package not in SHIPPED:
+        return
+    for node in module.nodes:
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("globals()", "locals()", "vars()"):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+    for call in module.calls:
+        name = ast.unparse(call.func)
+        literal = bool(call.args) and isinstance(call.args[0], ast.Constant)
+        by_name = name.split(".")[-1] in ("__import__", "import_module") and not literal
+        # An attribute of a module or class, by a name that is not written here.
+        of_module = name == "getattr" and len(call.args) > 1 and not isinstance(call.args[1], ast.Constant)
+        of_module = of_module and ast.unparse(call.args[0]).split(".")[-1] in _imported(module)
+        unsafe = name in ("torch.load", "yaml.load", "compile") or "allow_pickle=True" in ast.unparse(call)
+        if by_name or of_module or unsafe:
+            yield f"line {call.lineno}: {name}"
+
+
+def _imported(module: Module) -> set[str]:
+    """Names of modules and classes that a module imports, and `messages`, whatever it is called there."""
+    names = {"messages"}
+    for node in module.nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return names
+
+
 @rule("transport/codec.py", "assert header")
 def shipped_code_does_not_assert(module: Module) -> Iterator[str]:
     # Asserts vanish under -O; common.errors.check does not.
