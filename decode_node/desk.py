@@ -18,7 +18,9 @@ from common.messages import (
     Failed,
     Finished,
     HelloOk,
+    HelloRefused,
     Rejected,
+    Role,
     Submit,
     Tokens,
 )
@@ -82,6 +84,9 @@ class JobDesk:
         return own if theirs is None else min(own, theirs)
 
     def on_client_hello(self, event: ev.ClientHello, now_ms: int) -> list[Any]:
+        if event.hello.role is Role.DECODE:
+            detail = "this is a decode node: let --pd-prefill-worker name a prefill node"
+            return [ev.AnswerHello(event.route, HelloRefused(False, detail, ("role",)))]
         session = self._new_session_id()
         self.clients.open(session)
         own = self._settings

@@ -276,6 +276,7 @@ class DecodeNode:
             self._text.stop()
         for port in (self._clients, *self._workers.values()):
             if port is not None:
+                port.finish()
                 port.close()
         # Last words, such as FAILED(ENGINE_HUNG), get the time that the sockets linger.
         self._context.term()

@@ -166,6 +166,7 @@ class PrefillNode:
         if orderly and self.leaving is not None and self.leaving[0] == ExitStatus.OK:
             self._compute.stop()
         if self._port is not None:
+            self._port.finish()
             self._port.close()
         if self._slab is not None:
             self._slab.unlink()

@@ -73,8 +73,11 @@ class Mailbox:
             self.put(ThreadDied(traceback.format_exc()))
 
     def take(self) -> list[Any]:
-        """Everything put so far. Raises `InvariantViolation` when a guarded thread has died."""
-        items = [self._items.popleft() for _ in range(len(self._items))]
+        """The oldest items, at most one batch. Raises `InvariantViolation` when a guarded thread died."""
+        count = min(len(self._items), limits.MAILBOX_BATCH_ITEMS)
+        items = [self._items.popleft() for _ in range(count)]
+        if self._items:
+            self._wakeup.wake()
         died = next((item for item in items if isinstance(item, ThreadDied)), None)
         check(died is None, f"a thread died: {died}")
         return items

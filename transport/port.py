@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from common import limits
+from common.clock import now_ms, pause_ms
 from common.errors import PeerProtocolError
 from common.messages import HelloRefused
 from transport.codec import Header, decode, encode
@@ -87,6 +88,13 @@ class ControlPort:
         if lost and drained:
             told = None if refusal is None else HelloRefused(refusal.temporary, refusal.detail, ("keys",))
             yield from (RouteLost(route, told) for route in lost)
+
+    def finish(self) -> None:
+        """Last words of a node that goes: try what waits until it is gone, or nobody takes it in time."""
+        last_ms = now_ms() + limits.LAST_WORDS_MS
+        while self._outboxes and now_ms() < last_ms:
+            self.flush(now_ms())
+            pause_ms(limits.OUTBOX_RETRY_MS)
 
     def close(self) -> None:
         self.link.close()

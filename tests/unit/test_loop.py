@@ -125,10 +125,25 @@ def test_a_mailbox_is_bounded_and_loses_nothing_at_the_limit() -> None:
     with pytest.raises(InvariantViolation, match="does not take"):
         mailbox.put("one too many")
     wakeup.wake()
-    assert mailbox.take() == list(range(limits.MAILBOX_ITEMS))
+    taken: list[int] = []
+    while batch := mailbox.take():
+        assert len(batch) <= limits.MAILBOX_BATCH_ITEMS
+        taken += batch
+    assert taken == list(range(limits.MAILBOX_ITEMS))
     mailbox.put("room again")
     assert mailbox.take() == ["room again"]
     wakeup.close()
+
+
+def test_what_is_left_of_a_mailbox_ends_the_next_poll(loop: Loop) -> None:
+    mailbox = Mailbox(loop.wakeup)
+    for number in range(limits.MAILBOX_BATCH_ITEMS + 1):
+        mailbox.put(number)
+    assert woken_early(loop)
+    assert len(mailbox.take()) == limits.MAILBOX_BATCH_ITEMS
+    assert woken_early(loop)
+    assert mailbox.take() == [limits.MAILBOX_BATCH_ITEMS]
+    assert waits_to_the_end(loop)
 
 
 def test_commands_are_bounded_and_keep_their_order() -> None:

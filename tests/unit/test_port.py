@@ -1,5 +1,7 @@
 """The control port's outboxes: order kept, bounded, given up, and decoding of what arrives."""
 
+import threading
+
 import pytest
 
 from common import limits
@@ -186,6 +188,28 @@ def test_one_turn_takes_at_most_one_batch(port: ControlPort, link: ScriptedLink)
     link.arrived = [(b"a", [PROTOCOL_TAG])] * (limits.RECEIVE_BATCH_MESSAGES + 3)
     assert len(list(port.receive())) == limits.RECEIVE_BATCH_MESSAGES
     assert len(list(port.receive())) == 3
+
+
+def test_last_words_wait_for_a_peer_that_takes_them_soon(port: ControlPort, link: ScriptedLink) -> None:
+    link.room[b"a"] = 1
+    for number in (1, 2, 3):
+        port.send(frame(number), 0)
+    assert link.taken == [(b"a", 1)]
+    peer = threading.Timer(0.02, link.room.update, [{b"a": 2}])
+    peer.start()
+    port.finish()
+    peer.join()
+    assert link.taken == [(b"a", 1), (b"a", 2), (b"a", 3)]
+
+
+def test_last_words_that_nobody_takes_are_dropped_in_time(
+    port: ControlPort, link: ScriptedLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "LAST_WORDS_MS", 20)
+    link.answers[b"a"] = Sent.FULL
+    port.send(frame(1), 0)
+    port.finish()
+    assert link.taken == []
 
 
 def test_closing_the_port_closes_the_link(port: ControlPort, link: ScriptedLink) -> None:
