@@ -93,7 +93,7 @@ class ControlPort:
         """Last words of a node that goes: try what waits until it is gone, or nobody takes it in time."""
         last_ms = now_ms() + limits.LAST_WORDS_MS
         while self._outboxes and now_ms() < last_ms:
-            self.flush(now_ms())
+            self.flush(0)  # no time for anybody's patience to be over
             pause_ms(limits.OUTBOX_RETRY_MS)
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
 """Keys on real sockets: who gets in, who does not, and what each side is told."""
 
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import zmq
 
 from common.clock import now_ms
 from common.errors import ConfigError, HandshakeRefused, NodeUnavailable, TandemError
-from tests.contract.wires import nothing_arrives, raw_connection, wait_until
+from tests.contract.wires import Relay, nothing_arrives, wait_until
 from transport import key_files
 from transport.client import Client
 from transport.curve import Denial, Refusal
@@ -201,40 +200,6 @@ def test_nothing_that_is_said_can_be_read_on_the_way(context: zmq.Context, keys:
             other.term()
         door.router.close()
     assert seen == {"plain": True, "curve": False}
-
-
-class Relay:
-    """Carries bytes between one client and a node, and keeps them."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._node = raw_connection(endpoint)
-        self._client = None
-        self.carried = b""
-        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-
-    def turn(self) -> None:
-        if self._client is None:
-            self._client, _ = self._listener.accept()
-            self._client.setblocking(False)
-            self._node.setblocking(False)
-        for source, target in ((self._client, self._node), (self._node, self._client)):
-            try:
-                part = source.recv(65_536)
-            except BlockingIOError:
-                continue
-            self.carried += part
-            target.setblocking(True)
-            target.sendall(part)
-            target.setblocking(False)
-
-    def __enter__(self) -> "Relay":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for plain in (self._listener, self._node, self._client):
-            if plain is not None:
-                plain.close()
 
 
 @pytest.fixture

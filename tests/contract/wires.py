@@ -127,3 +127,37 @@ def send_all(sender: Link, route: bytes, batches: list[Frames], read: Callable[[
             assert now_ms() < deadline_ms
             read()
         assert sent is Sent.YES
+
+
+class Relay:
+    """Carries bytes between one client and a node, and keeps them."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._node = raw_connection(endpoint)
+        self._client = None
+        self.carried = b""
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def turn(self) -> None:
+        if self._client is None:
+            self._client, _ = self._listener.accept()
+            self._client.setblocking(False)
+            self._node.setblocking(False)
+        for source, target in ((self._client, self._node), (self._node, self._client)):
+            try:
+                part = source.recv(65_536)
+            except BlockingIOError:
+                continue
+            self.carried += part
+            target.setblocking(True)
+            target.sendall(part)
+            target.setblocking(False)
+
+    def __enter__(self) -> "Relay":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for plain in (self._listener, self._node, self._client):
+            if plain is not None:
+                plain.close()
