@@ -90,7 +90,7 @@ class RouterEnd:
         wire = self.wires.get(route)
         return Sent.GONE if wire is None else wire.put_down(frames)
 
-    def receive(self, limit: int) -> list[tuple[bytes, Any]]:
+    def receive(self, limit: int, limit_bytes: int = 0) -> list[tuple[bytes, Any]]:
         arrived, self.arrived = self.arrived, []
         return arrived
 
@@ -116,7 +116,7 @@ class DealerEnd:
     def send(self, route: bytes, frames: Frames) -> Sent:
         return self.wire.put_up(frames)
 
-    def receive(self, limit: int) -> list[tuple[bytes, Any]]:
+    def receive(self, limit: int, limit_bytes: int = 0) -> list[tuple[bytes, Any]]:
         arrived, self.arrived = self.arrived, []
         return arrived
 

@@ -12,8 +12,6 @@ from tests.sim.campaign import Summary, campaign
 from tests.sim.coverage import IMPOSSIBLE, all_cells, all_pairs, possible_cells
 from tests.sim.runs import EVENTS, JOBS_MIN, Run
 
-# One worker only: the runs are shared, and spread over the cores by themselves.
-pytestmark = pytest.mark.xdist_group("simulation")
 RUNS = 20_000
 PROCESSES = 2
 HITS_MIN = 20
