@@ -18,6 +18,11 @@ def now_us() -> int:
     return time.monotonic_ns() // 1_000
 
 
+def thread_cpu_ms() -> int:
+    """Milliseconds for which the calling thread has computed since it began."""
+    return time.thread_time_ns() // 1_000_000
+
+
 def pause_ms(duration_ms: float) -> None:
     """Sleep on a thread that owns no socket (emulated compute, held test hooks)."""
     time.sleep(duration_ms / 1_000)

@@ -24,7 +24,7 @@ from common.config_file import read_config_file
 from common.errors import ConfigError, ExitStatus
 
 ENVIRONMENT_PREFIX = "TANDEM_"
-NOT_OPTIONS = frozenset({"TANDEM_CACHE"})
+NOT_OPTIONS = frozenset({"TANDEM_CACHE", "TANDEM_CLIENT_KEY_FILE", "TANDEM_CLIENT_SERVER_KEY"})
 
 Config = TypeVar("Config", bound=NodeConfig)
 

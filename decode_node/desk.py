@@ -62,6 +62,7 @@ class JobDesk:
         self.waiting_count = 0
         self.draining = False
         self._preparing_count = 0
+        self._prepared_ms = 0
         self.counters = {
             "jobs_accepted": 0,
             "jobs_rejected": 0,
@@ -69,6 +70,13 @@ class JobDesk:
             "jobs_failed": 0,
             "jobs_cancelled": 0,
         }
+
+    def text_slow(self, now_ms: int) -> bool:
+        """Whether the text thread has owed an answer for half the time after which compute counts as hung."""
+        bound_ms = self._settings.stall_ms // 2
+        if self._preparing_count and now_ms - self._prepared_ms >= bound_ms:
+            return True
+        return any(job.text_pending and now_ms - job.text_moved_ms >= bound_ms for job in self.live())
 
     def get(self, job_id: str) -> Job | None:
         """A live job; None when it has ended: whoever answers for it then is late."""
@@ -137,12 +145,15 @@ class JobDesk:
         self._jobs[job.job_id] = job
         self.clients.add(session, submit.label, job.job_id)
         self.waiting_count += 1
+        if self._preparing_count == 0:
+            self._prepared_ms = now_ms
         self._preparing_count += 1
         self.timers.set(now_ms + self._settings.job_timeout_ms, job.job_id, "job")
         return [ev.PrepareSubmission(job.job_id, submit, self.token_limit)]
 
     def on_prepared(self, event: ev.SubmissionPrepared, now_ms: int) -> list[Any]:
         self._preparing_count -= 1
+        self._prepared_ms = now_ms
         job = self.get(event.job_id)
         if job is None:
             return []
@@ -154,6 +165,7 @@ class JobDesk:
 
     def on_refused(self, event: ev.SubmissionRefused, now_ms: int) -> list[Any]:
         self._preparing_count -= 1
+        self._prepared_ms = now_ms
         job = self.get(event.job_id)
         if job is None:
             return []
@@ -165,6 +177,7 @@ class JobDesk:
         if job is None:
             return []
         job.text_pending -= 1
+        job.text_moved_ms = now_ms
         job.completion_tokens += len(event.token_ids)
         effects: list[Any] = []
         if event.token_ids or event.text:
@@ -179,8 +192,10 @@ class JobDesk:
         job = self.get(event.job_id)
         return [] if job is None else self.fail(job, ErrorCode.ENGINE_ERROR, event.detail, now_ms)
 
-    def push(self, job: Job, token_id: int, finish_reason: str | None) -> ev.PushTokens:
+    def push(self, job: Job, token_id: int, finish_reason: str | None, now_ms: int) -> ev.PushTokens:
         """Hand a sampled token to the text thread; the client gets what it makes of it."""
+        if job.text_pending == 0:
+            job.text_moved_ms = now_ms
         job.text_pending += 1
         job.finish_reason = finish_reason
         return ev.PushTokens(job.job_id, token_id, final=finish_reason is not None)

@@ -97,7 +97,7 @@ class Handoff:
         if job is None:
             return []
         job.first_token = event.token_id
-        effects: list[Any] = [self._desk.push(job, event.token_id, event.finish_reason)]
+        effects: list[Any] = [self._desk.push(job, event.token_id, event.finish_reason, now_ms)]
         if event.finish_reason is not None:
             job.advance(JobEvent.LAST_TOKEN, now_ms)
             effects += self._desk.detach(job, "finished at its first token", now_ms)

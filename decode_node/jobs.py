@@ -17,7 +17,8 @@ class Job:
     """One accepted or arriving job.
 
     order: its place in the queue, kept when it comes back. text_pending: tokens pushed to the text thread
-    that it has not accounted for yet. keep_token: its first token was emitted, a later prefill must not
+    that it has not accounted for yet. text_moved_ms: when the first of them came, or the text thread last
+    answered. keep_token: its first token was emitted, a later prefill must not
     sample another.
     """
 
@@ -40,6 +41,7 @@ class Job:
     path: str = "remote"
     finish_reason: str | None = None
     text_pending: int = 0
+    text_moved_ms: int = 0
     completion_tokens: int = 0
     first_token_ms: int | None = None
     stages_ms: dict[str, int] = field(default_factory=dict)

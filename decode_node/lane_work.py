@@ -60,7 +60,7 @@ class LaneWork:
         if event.token_id is None:
             return self._start_decode(job, lane, now_ms)
         job.first_token = event.token_id
-        push = self._desk.push(job, event.token_id, event.finish_reason)
+        push = self._desk.push(job, event.token_id, event.finish_reason, now_ms)
         if event.finish_reason is None:
             return [push, *self._start_decode(job, lane, now_ms)]
         self._vacate(job, lane, now_ms)
@@ -74,7 +74,7 @@ class LaneWork:
         job.decode_busy_us += event.busy_us
         if event.lane_gap_us is not None:
             job.lane_gap_us = event.lane_gap_us
-        push = self._desk.push(job, event.token_id, event.finish_reason)
+        push = self._desk.push(job, event.token_id, event.finish_reason, now_ms)
         if event.finish_reason is not None:
             self._vacate(job, self.lanes[event.lane], now_ms)
         return [push]

@@ -13,11 +13,11 @@ from common.config import DecodeConfig
 from common.cpus import pin_process
 from common.errors import ConfigError, ErrorCode, ExitStatus
 from common.hooks import HoldPoints
-from common.ids import new_job_id, new_session_id
+from common.ids import new_incarnation, new_job_id, new_session_id
 from common.kv_layout import KvLayout
 from common.log import NodeLog
 from common.log_events import LogEvent
-from common.messages import Accepted, Failed, Finished, Rejected, Role, StatusReply
+from common.messages import Accepted, Failed, Finished, Rejected, Role
 from decode_node import events as ev
 from decode_node.compute import DecodeCompute, EngineFailed, EngineLoaded, ImportFrom
 from decode_node.core import DecodeCore
@@ -26,7 +26,7 @@ from decode_node.settings import DecodeSettings
 from decode_node.stack import DecodeStack, FromWorker, MapSlab, SlabMapped, SlabRefused, ToWorker
 from decode_node.text_thread import TextThread, TokenizerFailed, TokenizerLoaded
 from transport.connector import Connector
-from transport.curve import denial_logger
+from transport.curve import denial_logger, with_denials
 from transport.daemon import stall_bound_ms
 from transport.key_files import connecting_keys, listening_keys
 from transport.link import DealerLink, RouterLink
@@ -89,6 +89,7 @@ class DecodeNode:
 
     def _begin(self, engine: EngineLoaded, tokenizer: TokenizerLoaded) -> None:
         # Not before: a HELLO that waits for the engine would end every poll.
+        self._clients.link.attend()
         self._loop.watch(self._clients.link.sockets)
         config, capabilities = self._config, engine.capabilities
         self._compute.use_eos(tokenizer.eos_token_ids)
@@ -117,9 +118,10 @@ class DecodeNode:
         )
         core = DecodeCore(settings, route, new_session_id, new_job_id)
         times = LivenessTimes(config.ping_ms, config.suspect_ms, config.dead_after_ms, config.lease_ms)
-        connectors = {
-            worker: Connector(times, self.incarnation, Role.DECODE, settings.profile) for worker in workers
-        }
+        # A name of its own towards prefill nodes: whoever knew it could end this node's sessions there, and
+        # clients are shown the incarnation in STATUS.
+        name = new_incarnation()
+        connectors = {worker: Connector(times, name, Role.DECODE, settings.profile) for worker in workers}
         self._stack = DecodeStack(Listener(times, core.progress_count), connectors, core)
 
     def receive(self) -> Iterator[Any]:
@@ -142,9 +144,7 @@ class DecodeNode:
     def execute(self, effect: Any, now_ms: int) -> list[Any]:
         if isinstance(effect, SendFrame):
             self._log_answer(effect.message)
-            if isinstance(effect.message, StatusReply):
-                effect.message.body["clients_denied"] = self._clients.link.clients_denied
-            lost = self._clients.send(effect, now_ms)
+            lost = self._clients.send(with_denials(effect, self._clients.link.clients_denied), now_ms)
             return [] if lost is None else [lost]
         if isinstance(effect, ToWorker):
             return self._to_worker(effect.worker, effect.item, now_ms)

@@ -16,7 +16,7 @@ def decode_status(core: "DecodeCore", now_ms: int) -> dict[str, Any]:
     return {
         "role": "decode",
         "accepting": core.accepting,
-        "ready": core.accepting and not core.watch.slow(now_ms) and not _held_up(core, now_ms),
+        "ready": core.accepting and not _held_up(core, now_ms),
         "draining": core.desk.draining,
         "idle": core.idle,
         "incarnation": core.settings.incarnation,
@@ -35,6 +35,7 @@ def decode_status(core: "DecodeCore", now_ms: int) -> dict[str, Any]:
 
 
 def _held_up(core: "DecodeCore", now_ms: int) -> bool:
-    """Whether every usable prefill node sits on its work."""
+    """Whether work does not get on: at a thread of this node, or at every usable prefill node."""
     usable = [worker for worker in core.workers if worker.usable]
-    return bool(usable) and all(worker.slow(now_ms) for worker in usable)
+    all_slow = bool(usable) and all(worker.slow(now_ms) for worker in usable)
+    return core.watch.slow(now_ms) or core.desk.text_slow(now_ms) or all_slow

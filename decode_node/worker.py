@@ -200,13 +200,14 @@ class Worker:
             "worker": self.name,
             "session": self.session,
             "refusal": self.refusal,
+            "misfit": self.misfit,
             "usable": self.usable,
             "draining": self._draining,
             "suspected": self._suspected,
             "slots": [self._describe(slot, now_ms) for slot in self.ledger.slots()],
             "survivors": [self._describe(slot, now_ms) for slot in self.ledger.survivors()],
             "orphans": len(self.orphans),
-            "progress_age_ms": now_ms - self._progress_ms,
+            "progress_age_ms": now_ms - self._progress_ms if self._owes() else None,
             "counters": dict(self.counters),
         }
 

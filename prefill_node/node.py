@@ -16,13 +16,13 @@ from common.hooks import HoldPoints
 from common.ids import new_session_id
 from common.log import NodeLog
 from common.log_events import LogEvent
-from common.messages import PrefillDone, PrefillFailed, ShmPlane, StatusReply
+from common.messages import PrefillDone, PrefillFailed, ShmPlane
 from prefill_node import events as ev
 from prefill_node.compute import EngineFailed, EngineLoaded, PrefillCompute
 from prefill_node.core import PrefillCore
 from prefill_node.production import PrefillSettings
 from prefill_node.stack import PrefillStack
-from transport.curve import denial_logger
+from transport.curve import denial_logger, with_denials
 from transport.daemon import stall_bound_ms
 from transport.key_files import listening_keys
 from transport.link import RouterLink
@@ -76,6 +76,7 @@ class PrefillNode:
 
     def _begin(self, loaded: EngineLoaded) -> None:
         # Not before: a HELLO that waits for the engine would end every poll.
+        self._port.link.attend()
         self._loop.watch(self._port.link.sockets)
         config, capabilities = self._config, loaded.capabilities
         layout = capabilities.layout
@@ -112,9 +113,7 @@ class PrefillNode:
         match effect:
             case SendFrame():
                 self._log_completion(effect.message)
-                if isinstance(effect.message, StatusReply):
-                    effect.message.body["clients_denied"] = self._port.link.clients_denied
-                lost = self._port.send(effect, now_ms)
+                lost = self._port.send(with_denials(effect, self._port.link.clients_denied), now_ms)
                 return [] if lost is None else [lost]
             case ev.RunChunk():
                 self._compute.put(effect)

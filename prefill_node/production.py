@@ -68,7 +68,7 @@ class SourceSlot:
     def status(self, now_ms: int) -> dict[str, Any]:
         """Plain values for STATUS."""
         job_id = None if self.production is None else self.production.request.job_id
-        age_ms = now_ms - self.since_ms
+        age_ms = None if self.state is SourceState.POOL else now_ms - self.since_ms
         return {
             "slot": self.index,
             "state": str(self.state),

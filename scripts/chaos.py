@@ -92,7 +92,7 @@ def main() -> int:
         try:
             evidence = run.execute()
             lines = audit(evidence)
-            keep_logs = not all(line.holds for line in lines)
+            keep_logs = any(line.holds is False for line in lines)
         except TandemError as error:
             print(f"chaos: {error}", file=sys.stderr)
             return 1

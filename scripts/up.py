@@ -18,6 +18,7 @@ try:
     from common.config import flag_of
     from common.config_file import read_config_file
     from common.errors import ConfigError, ExitStatus, TandemError
+    from transport.launch.key_flags import value_of
     from transport.launch.pair import BACKENDS, Pair, PairPlan
 except ModuleNotFoundError as error:
     sys.exit(f"{error.name} is missing: run scripts/demo.sh once, then .venv/bin/python scripts/up.py")
@@ -125,8 +126,8 @@ def parse_arguments(argv: list[str]) -> tuple[PairPlan, str]:
         prefetch_depth=0 if given.no_prefetch else given.prefetch_depth,
         decode_endpoint=given.decode_endpoint,
         prefill_endpoint=given.prefill_endpoint,
-        key_file=given.key_file,
-        allowed_keys=given.allowed_keys,
+        key_file=value_of(given.key_file, flag_of("key_file"), variable_of("key_file")),
+        allowed_keys=value_of(given.allowed_keys, flag_of("allowed_keys"), variable_of("allowed_keys")),
         **extra,
     )
     path = os.environ.get(variable_of("config")) if given.config is None else given.config
@@ -175,7 +176,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("key_file", "FILE", "secret key of both nodes, its public key beside it (made by keys.py)"),
         ("allowed_keys", "PATH", "public keys of who may send jobs: a file, or a directory of .pub files"),
     ):
-        add(flag_of(name), metavar=metavar, default=os.environ.get(variable_of(name)), help=text)
+        add(flag_of(name), metavar=metavar, help=text)
     add("--verbose", action="store_true", help="show the whole log, not only warnings")
     return parser
 

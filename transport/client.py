@@ -102,9 +102,12 @@ class Client:
     ) -> None:
         """Send a job; ACCEPTED or REJECTED and the rest come out of `events` under its label.
 
-        A job that no message can hold is REJECTED without being sent.
+        A job that no message can hold is REJECTED without being sent. Raises `ValueError` when a job of this
+        label is live: the answers to the two could not be told apart.
         """
         self._ensure_open()
+        if label in self._live:
+            raise ValueError(f"a job named {label!r} is live: wait for its answer or choose another label")
         turns = None if messages is None else tuple(messages)
         ids = None if prompt_ids is None else tuple(prompt_ids)
         job = Submit(label, prompt, turns, ids, sampling or {})
@@ -227,7 +230,12 @@ class Client:
             return
         if isinstance(message, _TERMINAL):
             self._live.discard(message.label)
-        if isinstance(message, ClientError) or hasattr(message, "label"):
+        if isinstance(message, ClientError):
+            # All that we send is checked, so this is a node that takes no jobs: a prefill node, say.
+            for label in sorted(self._live):
+                self._arrived.append(Rejected(label, message.code, f"{self.endpoint}: {message.detail}"))
+            self._live.clear()
+        elif hasattr(message, "label"):
             self._arrived.append(message)
 
     def _lose(self, cause: str) -> None:

@@ -7,7 +7,7 @@ every socket. An unreadable list, or a request that is not understood, must neve
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import zmq
 from zmq.utils import z85
@@ -17,7 +17,9 @@ from common import limits
 from common.errors import ConfigError
 from common.log import NodeLog
 from common.log_events import LogEvent
+from common.messages import StatusReply
 from transport.key_files import AllowedKeys
+from transport.peers import SendFrame
 from transport.zmq_sockets import KEY_DOMAIN
 
 VERSION = b"1.0"
@@ -94,8 +96,10 @@ class Gate:
                 self._deny(denial)
 
     def count_failures(self, monitor: zmq.Socket) -> None:
-        """Take in what the ROUTER tells of handshakes that never came to a question."""
-        while monitor.poll(0):
+        """Take in what the ROUTER tells of handshakes that never came to a question, at most one batch."""
+        for _ in range(limits.RECEIVE_BATCH_MESSAGES):
+            if not monitor.poll(0):
+                return
             event = recv_monitor_message(monitor)
             if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 reason = "it left during the handshake"  # as one without keys does, if it finds out first
@@ -136,6 +140,17 @@ def refusal_of(event: int, value: int, keyed: bool) -> Refusal | None:
             hint = "if it uses keys, give --key-file and --server-key"
         return Refusal(True, f"that node ended the handshake: {hint}")
     return None
+
+
+def with_denials(frame: SendFrame, clients_denied: int) -> SendFrame:
+    """The frame; if it is a STATUS answer, one that also says how many were not let in.
+
+    The cores, which make these answers, know nothing of keys.
+    """
+    if not isinstance(frame.message, StatusReply):
+        return frame
+    body = {**frame.message.body, "clients_denied": clients_denied}
+    return replace(frame, message=StatusReply(body))
 
 
 def denial_logger(log: NodeLog) -> OnDenied:

@@ -154,6 +154,7 @@ class Daemon:
     def _turn(self) -> None:
         """One turn of the loop: wait, then take everything that has happened. It is all of one moment."""
         paused_ms = self._loop.paused_ms
+        self._loop.end_turn()
         signals = self._loop.poll(self._node.deadline_ms(self._loop.now_ms()))
         moment_ms = self._loop.now_ms()
         if self._loop.paused_ms > paused_ms:

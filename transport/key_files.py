@@ -2,12 +2,13 @@
 
 Decides the form of a key file (one line: kind, key, name), where keys lie, and which files are refused.
 Called by the nodes before anything heavy is loaded, by clients, and by `scripts/keys.py`. A secret key must
-never be printed, logged, or accepted from a file that somebody else can read; a public key is no secret, but
-a list of them that others can change is refused, because it says who may connect.
+never be printed, logged, or accepted from a file that somebody else owns or can read; a public key is no
+secret, but a list of them that others can change is refused, because it says who may connect.
 """
 
 import os
 import re
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,9 +134,11 @@ def allow_key(source: Path, directory: Path) -> Path:
 
 
 def read_key_pair(path: Path) -> KeyPair:
-    """The pair of a secret key file. Raises `ConfigError`, also when others can read it."""
+    """The pair of a secret key file. Raises `ConfigError`, also when others own it or can read it."""
     check_curve()
-    mode = _stat(path).st_mode & 0o777
+    found = _file_status(path)
+    _check_owner(path, found, "is a secret key")
+    mode = found.st_mode & 0o777
     if mode & 0o077:
         raise ConfigError(
             f"{path} is a secret key and others can read it (mode {mode:04o}): chmod 600 {path}; if they may"
@@ -164,11 +167,16 @@ def read_public_keys(path: Path) -> dict[bytes, str]:
     """
     check_curve()
     names: dict[bytes, str] = {}
-    for part in [path, *_public_files(path)] if path.is_dir() else [path]:
-        mode = _stat(part).st_mode & 0o777
-        if mode & 0o022:
+    files, directory = (_public_files(path), path) if path.is_dir() else ([path], path.parent)
+    for part in (*files, directory):
+        found = _stat(part)
+        _check_owner(part, found, "says who may connect")
+        # Above a single file the sticky bit will do, as in /tmp: it keeps others from replacing the file.
+        sticky = part != path and found.st_mode & stat.S_ISVTX
+        if found.st_mode & 0o022 and not sticky:
             raise ConfigError(f"{part} says who may connect and others can change it: chmod go-w {part}")
-        for line in [] if part.is_dir() else _lines(part):
+    for part in files:
+        for line in _lines(part):
             key, name = _key_of(line, _PUBLIC, part)
             names[z85.decode(key)] = name or part.stem
     if len(names) > limits.ALLOWED_KEYS:
@@ -215,7 +223,7 @@ def _is_key(text: str) -> bool:
 
 
 def _lines(path: Path) -> list[str]:
-    if _stat(path).st_size > limits.KEY_FILE_BYTES:
+    if _file_status(path).st_size > limits.KEY_FILE_BYTES:
         raise ConfigError(f"{path} is too large for a key file")
     try:
         return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -234,6 +242,23 @@ def _stat(path: Path) -> os.stat_result:
         ) from None
 
 
+def _file_status(path: Path) -> os.stat_result:
+    """Status of a regular file. Opening a pipe would wait, and a directory's mode is no secret's."""
+    found = _stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{path} is no regular file, and a key file is needed here")
+    return found
+
+
+def _check_owner(path: Path, found: os.stat_result, why: str) -> None:
+    """Whoever owns a file can change it and its mode; root can anyway."""
+    if found.st_uid not in (os.getuid(), 0):
+        raise ConfigError(
+            f"{path} {why} and belongs to another user (number {found.st_uid}):"
+            " use one that is yours or root's"
+        )
+
+
 def _make_private(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -246,9 +271,11 @@ def check_private(directory: Path, why: str) -> None:
     """Raise `ConfigError` unless the directory is this user's and nobody else can enter it."""
     found = _stat(directory)
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        # Never of a directory that is shared, /tmp say: closing that to everybody else breaks the machine.
+        shared = found.st_uid != os.getuid() or found.st_mode & 0o1022
+        remedy = "make another one: mkdir -m 700 DIRECTORY" if shared else f"chmod 700 {directory}"
         raise ConfigError(
-            f"{directory} must be a directory of yours that others cannot enter, because {why}:"
-            f" chmod 700 {directory}, or use another one"
+            f"{directory} must be a directory of yours that others cannot enter, because {why}: {remedy}"
         )
 
 

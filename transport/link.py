@@ -35,8 +35,13 @@ class Link(Protocol):
     def send(self, route: bytes, frames: Frames) -> Sent:
         """Hand frames over without blocking."""
 
-    def receive(self, limit: int) -> list[tuple[bytes, Frames]]:
-        """At most `limit` whole messages that have arrived, with the route each came by."""
+    def receive(
+        self, limit: int, limit_bytes: int = limits.RECEIVE_BATCH_BYTES
+    ) -> list[tuple[bytes, Frames]]:
+        """At most `limit` whole messages that have arrived, with the route each came by.
+
+        limit_bytes: the message that reaches it is the last one.
+        """
 
     def lost(self) -> list[bytes]:
         """Routes whose peer is known to be gone; what arrived before can still be received."""
@@ -70,10 +75,10 @@ class _ZmqLink:
             raise
         return Sent.YES
 
-    def _receive(self, limit: int) -> list[Frames]:
+    def _receive(self, limit: int, limit_bytes: int) -> list[Frames]:
         self._check_thread()
         arrived: list[Frames] = []
-        while len(arrived) < limit:
+        while len(arrived) < limit and limit_bytes > 0:
             try:
                 frames = [self.socket.recv(zmq.NOBLOCK)]
             except zmq.Again:
@@ -84,6 +89,7 @@ class _ZmqLink:
                 if len(frames) <= limits.MESSAGE_FRAMES:
                     frames.append(frame)
             arrived.append(frames)
+            limit_bytes -= sum(map(len, frames))
         return arrived
 
 
@@ -122,18 +128,25 @@ class RouterLink(_ZmqLink):
     def send(self, route: bytes, frames: Frames) -> Sent:
         return self._send([route, *frames])
 
-    def receive(self, limit: int) -> list[tuple[bytes, Frames]]:
+    def receive(
+        self, limit: int, limit_bytes: int = limits.RECEIVE_BATCH_BYTES
+    ) -> list[tuple[bytes, Frames]]:
         if self._gate is not None:
-            self._attend(self._gate)
-        return [(frames[0], frames[1:]) for frames in self._receive(limit)]
+            self.attend()
+            self._gate.serve()
+            self._gate.count_failures(self._failures)
+        return [(frames[0], frames[1:]) for frames in self._receive(limit, limit_bytes)]
 
-    def _attend(self, gate: Gate) -> None:
+    def attend(self) -> None:
+        """From now on `sockets` has everything that can end a poll; call it just before they are watched.
+
+        Not at the bind: nothing is received while a model loads, and failed handshakes would pile up unread
+        until ZeroMQ's thread stands still.
+        """
         self._check_thread()
-        if self._failures is None:
-            # Not at the bind: nothing is received, nor read here, while a model loads.
+        if self._gate is not None and self._failures is None:
             self._failures = watch_failures(self.socket)
-        gate.serve()
-        gate.count_failures(self._failures)
+            self.sockets.append(self._failures)
 
     def lost(self) -> list[bytes]:
         return []  # a ROUTER does not tell; a send or the lease does
@@ -143,7 +156,9 @@ class RouterLink(_ZmqLink):
 
     def close(self) -> None:
         if self._failures is not None:
-            self._gate.count_failures(self._failures)
+            # To the last one: disabling would wait for ever for ZeroMQ's thread if that waits for room here.
+            while self._failures.poll(0):
+                self._gate.count_failures(self._failures)
             self.socket.disable_monitor()
             self._failures.close(linger=0)
             self._failures = None
@@ -171,8 +186,10 @@ class DealerLink(_ZmqLink):
     def send(self, route: bytes, frames: Frames) -> Sent:
         return self._send(frames)
 
-    def receive(self, limit: int) -> list[tuple[bytes, Frames]]:
-        return [(self.route, frames) for frames in self._receive(limit)]
+    def receive(
+        self, limit: int, limit_bytes: int = limits.RECEIVE_BATCH_BYTES
+    ) -> list[tuple[bytes, Frames]]:
+        return [(self.route, frames) for frames in self._receive(limit, limit_bytes)]
 
     def lost(self) -> list[bytes]:
         self._check_thread()

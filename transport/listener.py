@@ -51,7 +51,7 @@ class Listener:
         self._times = times
         self._progress = progress
         self._sessions: dict[str, Session] = {}
-        self._attempts: OrderedDict[str, _Attempt] = OrderedDict()
+        self._attempts: OrderedDict[tuple[Role, str], _Attempt] = OrderedDict()
         self.stale_messages = 0
         self._handlers = {
             FrameReceived: self._on_frame,
@@ -121,7 +121,9 @@ class Listener:
         return self._end(session, f"{ErrorCode.PROTOCOL_ERROR}: {event.detail}")
 
     def _on_hello(self, route: bytes, hello: Hello) -> list[Any]:
-        known = self._attempts.get(hello.incarnation)
+        # By role too: what a client says must not end the session of a decode node.
+        name = hello.role, hello.incarnation
+        known = self._attempts.get(name)
         if known is not None and hello.attempt <= known.number:
             if hello.attempt == known.number and known.route == route and known.answer is not None:
                 return [SendFrame(route, None, 0, known.answer)]
@@ -135,8 +137,8 @@ class Listener:
         if sum(session.role is hello.role for session in self._sessions.values()) >= limit:
             refusal = HelloRefused(True, f"{limit} sessions of role {hello.role} are open already")
             return [*effects, SendFrame(route, None, 0, refusal)]
-        self._attempts[hello.incarnation] = _Attempt(hello.attempt, route, hello.role)
-        self._attempts.move_to_end(hello.incarnation)
+        self._attempts[name] = _Attempt(hello.attempt, route, hello.role)
+        self._attempts.move_to_end(name)
         self._forget_old_attempts()
         return [*effects, HelloArrived(route, hello)]
 
@@ -154,11 +156,11 @@ class Listener:
 
     def _on_answer(self, event: Answer, now_ms: int) -> list[Any]:
         answered = (name for name, known in reversed(self._attempts.items()) if known.route == event.route)
-        incarnation = next(answered, None)
-        if incarnation is None:
+        name = next(answered, None)
+        if name is None:
             return []
-        attempt = replace(self._attempts[incarnation], answer=event.message)
-        self._attempts[incarnation] = attempt
+        attempt = replace(self._attempts[name], answer=event.message)
+        self._attempts[name] = attempt
         if isinstance(event.message, HelloOk):
             identity = event.message.session
             self._sessions[identity] = Session(identity, attempt.role, event.route, now_ms)

@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 
 from common import limits
-from common.clock import now_ms
+from common.clock import now_ms, thread_cpu_ms
 from common.errors import check
 
 
@@ -111,13 +111,14 @@ class Loop:
 
     The loop's clock leaves out pauses, in which the process was stopped or starved: nobody was heard then,
     compute did not run either, and what arrived meanwhile is still unread when the loop goes on. Without this
-    a node continued by SIGCONT would take every peer for dead and its own engine for hung.
+    a node continued by SIGCONT would take every peer for dead and its own engine for hung. Time for which
+    this thread itself computed is no pause, however long it was.
     """
 
     def __init__(self) -> None:
         self.wakeup = Wakeup()
         self.paused_ms = 0
-        self._ran_until_ms: int | None = None
+        self._turn_began: tuple[int, int] | None = None
         self._poller = zmq.Poller()
         self._poller.register(self.wakeup.read_descriptor, zmq.POLLIN)
         self._restore: Callable[[], None] | None = None
@@ -149,19 +150,24 @@ class Loop:
         """The process's clock without its pauses."""
         return now_ms() - self.paused_ms
 
+    def end_turn(self) -> None:
+        """Leave out what the turn since the last poll was starved of; then a deadline can be reckoned."""
+        if self._turn_began is not None:
+            began_ms, computed_ms = self._turn_began
+            self._leave_out(self.now_ms() - began_ms - (thread_cpu_ms() - computed_ms))
+            self._turn_began = None
+
     def poll(self, deadline_ms: int | None) -> list[signal.Signals]:
         """Wait until something happens or the deadline passes; signals that arrived meanwhile.
 
         The deadline is one of this loop's clock, as is whatever is reckoned from `now_ms`.
         """
-        if self._ran_until_ms is not None:
-            self._leave_out(self.now_ms() - self._ran_until_ms)
         began_ms = self.now_ms()
         timeout_ms = None if deadline_ms is None else max(0, deadline_ms - began_ms)
         self._poller.poll(timeout_ms)
         if timeout_ms is not None:
             self._leave_out(self.now_ms() - began_ms - timeout_ms)
-        self._ran_until_ms = self.now_ms()
+        self._turn_began = self.now_ms(), thread_cpu_ms()
         return [signal.Signals(number) for number in self.wakeup.drain() if number]
 
     def _leave_out(self, late_ms: int) -> None:

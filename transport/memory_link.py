@@ -27,8 +27,14 @@ class MemoryRouter:
         peer.arrived.append(list(frames))
         return Sent.YES
 
-    def receive(self, limit: int) -> list[tuple[bytes, Frames]]:
-        return [self.arrived.popleft() for _ in range(min(limit, len(self.arrived)))]
+    def receive(
+        self, limit: int, limit_bytes: int = limits.RECEIVE_BATCH_BYTES
+    ) -> list[tuple[bytes, Frames]]:
+        batch: list[tuple[bytes, Frames]] = []
+        while self.arrived and len(batch) < limit and limit_bytes > 0:
+            batch.append(self.arrived.popleft())
+            limit_bytes -= sum(map(len, batch[-1][1]))
+        return batch
 
     def lost(self) -> list[bytes]:
         return []
@@ -58,8 +64,14 @@ class MemoryDealer:
         self.router.arrived.append((self._name, list(frames)))
         return Sent.YES
 
-    def receive(self, limit: int) -> list[tuple[bytes, Frames]]:
-        return [(self.route, self.arrived.popleft()) for _ in range(min(limit, len(self.arrived)))]
+    def receive(
+        self, limit: int, limit_bytes: int = limits.RECEIVE_BATCH_BYTES
+    ) -> list[tuple[bytes, Frames]]:
+        batch: list[tuple[bytes, Frames]] = []
+        while self.arrived and len(batch) < limit and limit_bytes > 0:
+            batch.append((self.route, self.arrived.popleft()))
+            limit_bytes -= sum(map(len, batch[-1][1]))
+        return batch
 
     def lost(self) -> list[bytes]:
         return [self.route] if self.router is None else []

@@ -62,7 +62,7 @@ class RouteLost:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """The node wants `message` sent in a session; dropped and counted when the session has ended."""
+    """The node wants `message` sent in a session; dropped when the session has ended."""
 
     session: str
     message: Any

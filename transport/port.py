@@ -71,11 +71,14 @@ class ControlPort:
         return lost
 
     def receive(self) -> Iterator[FrameReceived | BadFrame | RouteLost]:
-        """Decode what has arrived, at most one batch; then name the routes that are gone."""
+        """Decode what has arrived, one batch of it; then name the routes that are gone."""
         # Asked for first: what a peer sent before it went has arrived by then.
         lost = self.link.lost()
-        arrived = self.link.receive(limits.RECEIVE_BATCH_MESSAGES)
-        drained = len(arrived) < limits.RECEIVE_BATCH_MESSAGES
+        arrived = self.link.receive(limits.RECEIVE_BATCH_MESSAGES, limits.RECEIVE_BATCH_BYTES)
+        # A full batch, by number or by size, may have left something behind: one more tells.
+        more = self.link.receive(1) if lost else []
+        arrived += more
+        drained = not more
         # Asked for before the first item goes out: what comes of it may close the link.
         refusal = self.link.refusal() if lost and drained else None
         for route, frames in arrived:

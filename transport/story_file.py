@@ -6,8 +6,10 @@ supervisor starts a node again and again that breaks at once.
 """
 
 import os
+import stat
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -34,12 +36,19 @@ def write_story(directory: Path, role: str, incarnation: str, lines: Iterable[st
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.writelines(lines)
-    _remove_oldest(directory, role)
+    # The story is there; that older ones stay is no failure of it.
+    with suppress(OSError):
+        _remove_oldest(directory, role)
     return path
 
 
 def _remove_oldest(directory: Path, role: str) -> None:
-    own = [path for path in directory.glob(f"{_PREFIX}{role}-*.jsonl") if path.stat().st_uid == os.getuid()]
-    own.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in own[KEPT_STORIES:]:
+    own: list[tuple[int, Path]] = []
+    for path in directory.glob(f"{_PREFIX}{role}-*.jsonl"):
+        # Another node of the role may be tidying up as well.
+        with suppress(FileNotFoundError):
+            found = path.lstat()
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
+                own.append((found.st_mtime_ns, path))
+    for _, path in sorted(own, reverse=True)[KEPT_STORIES:]:
         path.unlink(missing_ok=True)

@@ -17,7 +17,6 @@ from annotated_types import Ge, Le, MaxLen
 Reader = Callable[[Any], Any]
 
 _PLAIN = {int: "an integer", str: "a string", bytes: "binary data", bool: "true or false"}
-_NAME_CHARACTERS = 32
 
 
 class WrongValue(Exception):
@@ -134,7 +133,8 @@ def _record(cls: type) -> Reader:
         for name, item in value.items():
             read_item = readers.get(name)
             if read_item is None:
-                raise WrongValue(f": unknown field{_shown(name)}")
+                # Not its name, which may be data of the client: this text is logged.
+                raise WrongValue(f": unknown field; known are {', '.join(sorted(readers))}")
             try:
                 arguments[name] = read_item(item)
             except WrongValue as error:
@@ -144,9 +144,3 @@ def _record(cls: type) -> Reader:
         return cls(**arguments)
 
     return read
-
-
-def _shown(name: Any) -> str:
-    """A name that looks like a misspelt field helps its author; anything else may be data."""
-    looks_like_a_field = isinstance(name, str) and name.isascii() and name.isidentifier()
-    return f" {name}" if looks_like_a_field and len(name) <= _NAME_CHARACTERS else ""

@@ -85,6 +85,8 @@ def bind_router(
         socket.setsockopt(zmq.ZAP_DOMAIN, KEY_DOMAIN)
         # Without a gate nobody gets in, instead of everybody.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    # What a peer sends faster than it is read must not fill our memory.
+    socket.setsockopt(zmq.RCVHWM, limits.UNREAD_MESSAGES)
     # An unroutable message is an error to us, not a silent drop.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # Routing ids are the ROUTER's own; nobody can take over another peer's.

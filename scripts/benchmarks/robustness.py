@@ -1,4 +1,4 @@
-"""What robustness costs: digests, sequence checks and ledger checks on against off.
+"""What robustness costs: KV digests, sequence checks and ledger checks on against off.
 
 Decides the two loads and how the arms are compared. Two pairs stay up, one as shipped and one whose daemons
 are started by `unchecked.py`; blocks of jobs alternate between them, in turned order from round to round, so
@@ -29,7 +29,6 @@ from common.engines.registry import NAMED_MODEL
 from common.errors import ConfigError, NodeUnavailable, TandemError
 from common.messages import Finished
 from transport.client import Client
-from transport.launch import pair as pair_module
 from transport.launch.batch import Batch, BatchJob
 from transport.launch.daemon_process import DaemonProcess
 from transport.launch.pair import BACKENDS, Pair, PairPlan
@@ -62,19 +61,13 @@ def cpu_ms(pair: Pair) -> float:
 @contextmanager
 def both_pairs(plan: PairPlan) -> Iterator[dict[str, Pair]]:
     """The same pair twice, ready: as shipped, and unchecked."""
-    with Pair(plan) as checked:
-        pair_module.DaemonProcess = UncheckedDaemon
-        try:
-            unchecked = Pair(plan)
-        finally:
-            pair_module.DaemonProcess = DaemonProcess
-        with unchecked:
-            for pair in (checked, unchecked):
-                pair.wait_ready()
-            for daemon in unchecked.daemons:
-                if NOTE not in daemon.log_path.read_text(encoding="utf-8"):
-                    raise TandemError(f"the checks of the {daemon.name} are not off: see {daemon.log_path}")
-            yield {"on": checked, "off": unchecked}
+    with Pair(plan) as checked, Pair(plan, UncheckedDaemon) as unchecked:
+        for pair in (checked, unchecked):
+            pair.wait_ready()
+        for daemon in unchecked.daemons:
+            if NOTE not in daemon.log_path.read_text(encoding="utf-8"):
+                raise TandemError(f"the checks of the {daemon.name} are not off: see {daemon.log_path}")
+        yield {"on": checked, "off": unchecked}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

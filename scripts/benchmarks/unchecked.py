@@ -1,8 +1,9 @@
 """A daemon without its safety checks, to measure what they cost: never to be used for anything else.
 
-`python -m scripts.benchmarks.unchecked decode_node FLAGS...` switches off digests, sequence checks and the
+`python -m scripts.benchmarks.unchecked decode_node FLAGS...` switches off KV digests, sequence checks and the
 checks of the cores inside this one process, then runs the node as it is. Decides which functions those are;
-started by `robustness.py` alone. The product has no such switch, and must not get one.
+started by `robustness.py` alone. The product has no such switch, and must not get one. The digest of the
+prompt stays on: the nodes compare it with the prompt, and a job without a true one fails.
 """
 
 import importlib
@@ -11,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 NODES = ("decode_node", "prefill_node")
-NOTE = "unchecked: digests, sequence checks and ledger checks are off"
+NOTE = "unchecked: KV digests, sequence checks and ledger checks are off"
 _DIGEST = bytes(16)
 
 
@@ -49,8 +50,6 @@ def switch_off(node: str) -> None:
     if node == "decode_node":
         kv_import = importlib.import_module("decode_node.kv_import")
         _replace(kv_import, "xxhash", SimpleNamespace(xxh3_128=_NoHasher))
-        submission = importlib.import_module("decode_node.submission")
-        _replace(submission, "prompt_digest", lambda token_ids: "0" * 32)
         _replace(core.DecodeCore, "check", lambda core: None)
     else:
         _replace(compute.PrefillCompute, "_digest", lambda compute, slot, start, end: _DIGEST)

@@ -35,6 +35,8 @@ ALLOWED_CODES = frozenset(
 REJECTIONS = frozenset({"BUSY", "SHUTTING_DOWN"})
 # A client may see an end that nobody asked for a little before the run does.
 LATE_NOTE_MS = 1_000
+# The watch comes round more often, unless nodes are slow to answer.
+UNSEEN_MS = 2_000
 ENDINGS = {"running": (None,), "killed": (-9,), "drained": (0, 1)}
 
 
@@ -63,10 +65,13 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One thing that must hold. detail: figures when it does, offenders when it does not."""
+    """One thing that must hold. detail: figures when it does, offenders when it does not.
+
+    holds: None when the run was too short to say.
+    """
 
     name: str
-    holds: bool
+    holds: bool | None
     detail: str
 
 
@@ -87,21 +92,47 @@ def audit(evidence: Evidence) -> list[Line]:
         _line("both nodes hold nothing in the end", not_quiet(evidence), f"after {evidence.quiet_ms} ms"),
         _line(
             "no orphan older than its bound",
-            [text for seen in evidence.seen.values() for text in seen.contradictions],
+            contradictions(evidence),
             f"oldest {oldest_ms} ms of {bound_ms} ms, {answers} STATUS answers",
+            measured=answers > 0,
         ),
         _line("no node ended unasked or late", bad_endings(evidence.lives), f"{len(evidence.lives)} lives"),
-        _line("memory flat", grown(evidence), growth_figures(evidence)),
+        _line("memory flat", grown(evidence), growth_figures(evidence), measured=was_weighed(evidence)),
         _line("logs clean", evidence.bad_lines, "no violation, no traceback, no error"),
         _line("nothing left behind", evidence.remains, "no process, socket or shared memory"),
         _line("the run itself worked", evidence.faults, "every thread and client ended well"),
     ]
 
 
-def _line(name: str, offenders: Iterable[str], figures: str) -> Line:
+def _line(name: str, offenders: Iterable[str], figures: str, *, measured: bool = True) -> Line:
     found = list(offenders)
+    if not found:
+        return Line(name, True if measured else None, figures)
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return Line(name, not found, "; ".join(found[:SHOWN]) + more if found else figures)
+    return Line(name, False, "; ".join(found[:SHOWN]) + more)
+
+
+def long_lives(evidence: Evidence) -> list[Life]:
+    """Lives that were long enough for the watch to see how they answer and what they weigh.
+
+    It leaves before the last lives are drained.
+    """
+    scenario = evidence.scenario
+    long_ms = 2 * scenario.warm_up_ms + scenario.drain_ms + UNSEEN_MS
+    return [
+        life
+        for life in evidence.lives
+        if None not in (life.ready_ms, life.leaving_ms) and life.leaving_ms - life.ready_ms >= long_ms
+    ]
+
+
+def contradictions(evidence: Evidence) -> Iterator[str]:
+    """What was wrong with STATUS answers; and nodes that were there for long without one being seen."""
+    for seen in evidence.seen.values():
+        yield from seen.contradictions
+    for node in sorted({life.node for life in long_lives(evidence)}):
+        if node not in evidence.seen or not evidence.seen[node].answers:
+            yield f"{node}: no STATUS answer was seen"
 
 
 def not_answered_once(jobs: Iterable[Job]) -> Iterator[str]:
@@ -178,11 +209,18 @@ def growth_mib(life: Life, warm_up_ms: int) -> tuple[float, int] | None:
 
 
 def grown(evidence: Evidence) -> Iterator[str]:
-    """Daemons that use more memory than they may."""
+    """Daemons that use more memory than they may, or that nobody weighed although there was time."""
+    long = [(life.node, life.number) for life in long_lives(evidence)]
     for life in evidence.lives:
         growth = growth_mib(life, evidence.scenario.warm_up_ms)
+        if growth is None and (life.node, life.number) in long:
+            yield f"{life.node} node {life.number}: not measured in {life.leaving_ms - life.ready_ms} ms"
         if growth is not None and growth[0] > evidence.scenario.growth_mib:
             yield f"{life.node} node {life.number}: {growth[0]:+.1f} MiB in {growth[1] / 1_000:.0f} s"
+
+
+def was_weighed(evidence: Evidence) -> bool:
+    return any(growth_mib(life, evidence.scenario.warm_up_ms) is not None for life in evidence.lives)
 
 
 def growth_figures(evidence: Evidence) -> str:

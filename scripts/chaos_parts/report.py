@@ -44,7 +44,7 @@ def progress(run: ChaosRun) -> str:
 def figures(run: ChaosRun, evidence: Evidence, lines: list[Line]) -> dict[str, Any]:
     """What `--json` prints."""
     return {
-        "ok": all(line.holds for line in lines),
+        "ok": all(line.holds is not False for line in lines),
         "backend": run.scenario.kind,
         "seed": run.seed,
         "seconds": run.seconds,
@@ -67,7 +67,7 @@ def show(result: dict[str, Any], console: Console) -> None:
             table.add_row(name, str(number))
         console.print(table)
     table = Table(title="Audit", show_header=False, title_justify="left")
+    marks = {True: ("holds", "green"), None: ("not measured", "yellow"), False: ("BROKEN", "bold red")}
     for line in result["audit"]:
-        mark = Text("holds", "green") if line["holds"] else Text("BROKEN", "bold red")
-        table.add_row(mark, line["name"], Text(line["detail"]))
+        table.add_row(Text(*marks[line["holds"]]), line["name"], Text(line["detail"]))
     console.print(table)

@@ -12,6 +12,7 @@ import sys
 from dataclasses import astuple
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from chaos_parts.jobs import Job, Question, draw_job
 from chaos_parts.nodes import Waits
@@ -46,24 +47,29 @@ class ShortClient:
         self._killed = self._silenced = False
         random = Random(act.seed)
         self._drawn = {f"{name}-{index}": draw_job(random, scenario)[:2] for index in range(JOBS)}
-        jobs = {
+        given = {
+            "endpoint": endpoint,
+            "connect_ms": _CONNECT_MS,
+            "times": astuple(scenario.client_times),
+            "jobs": self._jobs_of(questions),
+        }
+        self._path = directory / f"{name}.out"
+        self._errors_path = directory / f"{name}.err"
+        self._process = self._start([sys.executable, str(_PROGRAM), json.dumps(given)])
+
+    def _jobs_of(self, questions: list[Question]) -> dict[str, Any]:
+        """What the program sends, by label."""
+        return {
             label: {
                 "prompt_ids": questions[question].prompt_ids,
                 "sampling": {**questions[question].sampling, "max_tokens": max_tokens},
             }
             for label, (question, max_tokens) in self._drawn.items()
         }
-        given = {
-            "endpoint": endpoint,
-            "connect_ms": _CONNECT_MS,
-            "times": astuple(scenario.client_times),
-            "jobs": jobs,
-        }
-        program = [sys.executable, str(_PROGRAM), json.dumps(given)]
-        self._path = directory / f"{name}.out"
-        self._errors_path = directory / f"{name}.err"
+
+    def _start(self, program: list[str]) -> subprocess.Popen:
         with self._path.open("wb") as output, self._errors_path.open("wb") as errors:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-m", "transport.launch.bound_child", str(os.getpid()), *program],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -105,11 +105,8 @@ def resident(pid: int) -> float | None:
 
 
 def workers_of(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """The decode node's view of its prefill nodes."""
-    if "workers" in status:
-        workers = status["workers"]
-        return list(workers.values()) if isinstance(workers, dict) else list(workers)
-    return [status["worker"]] if "worker" in status else []
+    """The decode node's view of its prefill nodes; a prefill node has none."""
+    return status.get("workers", [])
 
 
 def judge(status: dict[str, Any], bound_ms: int) -> tuple[list[int], list[str]]:

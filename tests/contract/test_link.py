@@ -114,6 +114,23 @@ def test_receiving_never_waits_and_takes_at_most_what_was_asked_for(wire: Wire) 
     assert arrived == [(route, [b"%d" % number]) for number in range(25)]
 
 
+def test_a_batch_ends_with_the_message_that_reaches_its_bytes(wire: Wire) -> None:
+    dealer = wire.dealer()
+    route = introduce(wire, dealer)
+    for link, sender, target in ((wire.router, dealer, dealer.route), (dealer, wire.router, route)):
+        for number in range(8):
+            assert sender.send(target, [b"%d" % number, bytes(1_000)]) is Sent.YES
+        numbers: list[int] = []
+        for bound_bytes, most in ((1, 1), (2_500, 3), (10**6, 8)):
+            batch = wait_until(lambda link=link, bound=bound_bytes: link.receive(100, bound))
+            assert len(batch) <= most
+            numbers += [int(frames[0]) for _, frames in batch]
+        while len(numbers) < 8:
+            batch = wait_until(lambda link=link: link.receive(100))
+            numbers += [int(frames[0]) for _, frames in batch]
+        assert numbers == list(range(8))
+
+
 def test_a_peer_that_does_not_read_fills_up_without_blocking_the_sender(wire: Wire) -> None:
     idle, busy = wire.dealer(b"idle"), wire.dealer(b"busy")
     idle_route, busy_route = introduce(wire, idle), introduce(wire, busy)

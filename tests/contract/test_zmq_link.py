@@ -19,6 +19,9 @@ CLOSE_BOUND_MS = 2_000
 RECONNECT_WATCH_MS = 300  # three times ZeroMQ's own default interval
 REFUSED_WITHIN_MS = 150
 OPENED = 300
+SETTLED_MS = 100
+LARGE_BYTES = 500_000
+ON_THE_WAY = 20  # in the kernel and in ZeroMQ's own batches, if messages are so large
 ZMTP_GREETING = b"\xff" + b"\x00" * 8 + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32
 
 
@@ -120,6 +123,23 @@ def test_a_message_over_the_limit_costs_its_sender_the_connection_and_nobody_els
     assert zmq_wire.router.receive(10) == []
     assert small.send(b"small", [b"still here"]) is Sent.YES
     assert received(zmq_wire.router, 1) == [(small_route, [b"still here"])]
+
+
+def test_a_node_holds_few_messages_of_a_peer_unread(
+    zmq_wire: ZmqWire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HIGH_WATER_MARK_MESSAGES", 10)  # of the peer
+    dealer = zmq_wire.dealer()
+    introduce(zmq_wire, dealer)
+    taken = 0
+    refused_since_ms = None
+    bound = limits.UNREAD_MESSAGES + 10 + ON_THE_WAY
+    while taken <= bound and (refused_since_ms is None or now_ms() - refused_since_ms < SETTLED_MS):
+        if dealer.send(dealer.route, [bytes(LARGE_BYTES)]) is Sent.YES:
+            taken, refused_since_ms = taken + 1, None
+        else:
+            refused_since_ms = refused_since_ms or now_ms()
+    assert limits.UNREAD_MESSAGES <= taken <= bound
 
 
 def test_a_message_of_too_many_frames_is_cut_short_and_the_next_one_is_whole(zmq_wire: ZmqWire) -> None:

@@ -74,6 +74,7 @@ class Pauses:
 def worsen(conditions: dict[str, Any]) -> None:
     """Change this process as the conditions say."""
     limits.HIGH_WATER_MARK_MESSAGES = conditions.get("high_water_mark", limits.HIGH_WATER_MARK_MESSAGES)
+    limits.UNREAD_MESSAGES = conditions.get("high_water_mark", limits.UNREAD_MESSAGES)
     limits.OUTBOX_MESSAGES = conditions.get("outbox", limits.OUTBOX_MESSAGES)
     if "delay_ms" in conditions:
         pauses = Pauses(conditions["delay_ms"], conditions.get("seed", 0))

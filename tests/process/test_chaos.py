@@ -63,7 +63,7 @@ def test_a_short_run_disturbs_everything_and_breaks_nothing(runtime: Path) -> No
     assert process.returncode == 0, f"{output}\n{errors}"
     result = json.loads(output)
     assert result["ok"]
-    assert all(line["holds"] for line in result["audit"])
+    assert not [line for line in result["audit"] if line["holds"] is False]
     rows = {name.split(":")[0] for name in result["disturbances"]}
     # Whether a mangled message is among it depends on how much the nodes had to say to each other.
     assert rows >= {"client", "decode", "prefill", "stranger"}
@@ -121,11 +121,24 @@ def good_evidence(parts: SimpleNamespace, directory: Path) -> Any:
 
 
 def broken(parts: SimpleNamespace, evidence: Any) -> list[str]:
-    return [line.name for line in parts.audit.audit(evidence) if not line.holds]
+    return [line.name for line in parts.audit.audit(evidence) if line.holds is False]
 
 
 def test_the_audit_of_a_good_run_holds(parts: SimpleNamespace, tmp_path: Path) -> None:
-    assert broken(parts, good_evidence(parts, tmp_path)) == []
+    assert all(line.holds for line in parts.audit.audit(good_evidence(parts, tmp_path)))
+
+
+def test_a_short_run_without_evidence_does_not_claim_what_it_did_not_see(
+    parts: SimpleNamespace, tmp_path: Path
+) -> None:
+    evidence = good_evidence(parts, tmp_path)
+    evidence.seen = {"decode": parts.watch.Seen()}
+    for life in evidence.lives:
+        life.resident = []
+        life.ready_ms = 2_000
+    unsure = [line.name for line in parts.audit.audit(evidence) if line.holds is None]
+    assert unsure == [ORPHANS, MEMORY]
+    assert broken(parts, evidence) == []
 
 
 def spoil(name: str, **changes: Any) -> Any:
@@ -157,6 +170,8 @@ ONCE, TOKENS = "every job answered exactly once", "tokens right, or their beginn
 HONEST, LOST = "errors honest and of a known kind", "clients lost only nodes that ended"
 LAST, QUIET = "last jobs finished after the heal", "both nodes hold nothing in the end"
 ENDINGS, MEMORY = "no node ended unasked or late", "memory flat"
+ORPHANS = "no orphan older than its bound"
+LONG = {"ready_ms": 0, "leaving_ms": 60_000, "ended_ms": 61_000}
 GROWTH = [(0, 50.0), (3_000, 50.0), (20_000, 90.0)]
 
 
@@ -181,6 +196,8 @@ GROWTH = [(0, 50.0), (3_000, 50.0), (20_000, 90.0)]
         (ENDINGS, spoil_life(0, how="by itself", status=4)),
         (ENDINGS, spoil_life(2, problem="not ready")),
         (MEMORY, spoil_life(3, resident=GROWTH)),
+        (MEMORY, spoil_life(1, resident=[], **LONG)),
+        (ORPHANS, spoil_life(3, **LONG)),
         ("logs clean", spoil_run(bad_lines=["decode node 1: invariant.violated"])),
         ("nothing left behind", spoil_run(remains=["/dev/shm/tandem-0"])),
         ("the run itself worked", spoil_run(faults=["relay: OSError"])),

@@ -174,3 +174,10 @@ def test_all_clients_leave_in_the_same_moment(shared_pair: Pair) -> None:
         client.close()
     pair.check_counts(before, jobs_cancelled=6)
     pair.check_job("probe", A)
+
+
+def test_a_job_sent_to_the_prefill_node_is_refused_at_once(shared_pair: Pair) -> None:
+    client = shared_pair.world.client(shared_pair.prefill)
+    answer = client.submit("lost", prompt_of(4), max_tokens=2)
+    assert shared_pair.world.end_of(answer).code == "BAD_MESSAGE"
+    assert "ask the decode node" in answer.end.detail

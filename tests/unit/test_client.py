@@ -198,6 +198,21 @@ def test_a_jobs_messages_come_out_in_order_and_end_its_life(nodes: Callable[...,
     assert node.received == [ms.Submit("a", None, None, (1, 2), {"max_tokens": 1})]
 
 
+def test_a_label_is_refused_while_its_job_is_live_and_free_afterwards(nodes: Callable[..., Node]) -> None:
+    node = nodes(lambda message: serve(ms.Submit("a")) if isinstance(message, ms.CancelJob) else [])
+    with Client(node.endpoint) as client:
+        client.submit("a", prompt="first")
+        with pytest.raises(ValueError, match="'a' is live"):
+            client.submit("a", prompt="second")
+        assert client.live == {"a"}
+        client.cancel("a")
+        events(client, 3)
+        client.submit("a", prompt="third")
+        assert client.live == {"a"}
+        wait_until(lambda: len(node.received) == 3)
+    assert node.received == [ms.Submit("a", "first"), ms.CancelJob("a"), ms.Submit("a", "third")]
+
+
 def test_leaving_says_goodbye(nodes: Callable[..., Node]) -> None:
     node = nodes()
     with Client(node.endpoint) as client:

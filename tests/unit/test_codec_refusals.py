@@ -100,7 +100,7 @@ def test_an_unknown_field_is_refused_at_every_depth(sample: Any) -> None:
     for path, _ in records(sample):
         for name in ("colour", "__class__", "self", "", "two words", b"label", "ß" * 40):
             assert "unknown field" in refusal(changed(sample, path, name, 1)).detail
-        assert "unknown field colour" in refusal(changed(sample, path, "colour", 1)).detail
+        assert "colour" not in refusal(changed(sample, path, "colour", 1)).detail
 
 
 @every_sample

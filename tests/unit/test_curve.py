@@ -11,8 +11,9 @@ from zmq.utils import z85
 from common import limits
 from common.config import DecodeConfig, PrefillConfig
 from common.errors import ConfigError
+from common.messages import Bye, StatusReply
 from transport import key_files
-from transport.curve import Denial, decide, refusal_of
+from transport.curve import Denial, decide, refusal_of, with_denials
 from transport.key_files import (
     AllowedKeys,
     allow_key,
@@ -24,6 +25,7 @@ from transport.key_files import (
     read_public_key,
     read_public_keys,
 )
+from transport.peers import SendFrame
 
 KEY = bytes(range(32))
 NAMES = {KEY: "alice"}
@@ -348,3 +350,13 @@ def test_a_directory_of_somebody_else_is_not_private(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(ConfigError, match="must be a directory of yours"):
         check_private(tmp_path, "of a test")
+
+
+def test_a_status_answer_says_how_many_were_denied_and_the_cores_own_copy_does_not() -> None:
+    frame = SendFrame(b"route", "s", 1, StatusReply({"role": "decode"}))
+    assert with_denials(frame, 3) == SendFrame(
+        b"route", "s", 1, StatusReply({"role": "decode", "clients_denied": 3})
+    )
+    assert frame.message.body == {"role": "decode"}
+    other = SendFrame(b"route", "s", 2, Bye("done"))
+    assert with_denials(other, 3) is other

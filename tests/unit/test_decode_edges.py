@@ -8,18 +8,8 @@ import pytest
 
 from common.errors import ErrorCode, ExitStatus
 from common.lifecycle import JobState
-from common.messages import (
-    Accepted,
-    Draining,
-    Failed,
-    Finished,
-    Hello,
-    PrefillDone,
-    Rejected,
-    Role,
-    Submit,
-)
-from decode_node.events import ClientHello, LocalChunkComputed
+from common.messages import Accepted, Draining, Failed, Finished, PrefillDone, Rejected, Submit
+from decode_node.events import LocalChunkComputed
 from prefill_node.events import ComputeFailed
 from tests.actors import LOCAL_ROUTE, MAX_QUEUE, PREFILL_WAIT_MS, ROUTE, STALL_MS
 from tests.cores import Pair
@@ -405,10 +395,3 @@ def test_remote_only_accepts_only_from_the_first_session_on() -> None:
     pair.prefill_exists = True
     pair.advance(400)
     assert pair.core.accepting
-
-
-def test_a_decode_node_that_was_given_another_one_as_its_prefill_node_is_told_so() -> None:
-    pair = Pair()
-    [answer] = pair.core.step(ClientHello(b"route", Hello("other", 1, Role.DECODE, PROFILE)), 0)
-    assert (answer.message.temporary, answer.message.fields) == (False, ("role",))
-    assert "--pd-prefill-worker" in answer.message.detail

@@ -291,7 +291,7 @@ def test_further_sessions_are_refused_for_the_time_being_at_the_limit() -> None:
     [frame] = side.hello("late", route=b"late", role=Role.CLIENT)
     assert frame.message.temporary
     assert len(side.open_sessions) == limits.SESSIONS
-    effects = side.hello("crowd-0", 2, route=b"again")
+    effects = side.hello("crowd-0", 2, route=b"again", role=Role.CLIENT)
     assert [type(effect) for effect in effects] == [SessionEnded, HelloArrived], "a known node may renew"
 
 
@@ -322,14 +322,14 @@ def test_a_crowd_of_one_role_leaves_room_for_the_other(crowding: Role, coming: R
     assert len(side.open_sessions) == limit + 1
 
 
-def test_a_refusal_at_the_limit_does_not_hide_the_end_of_the_earlier_session() -> None:
-    # A node that comes back in another role: its old session is over, whatever becomes of the new one.
+def test_a_client_that_names_itself_like_a_decode_node_does_nothing_to_its_session() -> None:
     side = Side()
-    crowd(side, limits.DECODE_SESSIONS, role=Role.DECODE)
-    side.open("s1", "n1", role=Role.CLIENT)
-    ended, refused = side.hello("n1", 2, route=b"r2", role=Role.DECODE)
-    assert ended == SessionEnded("s1", Role.CLIENT, "superseded by a newer attempt of the same node")
-    assert refused.message.temporary
+    side.open("s1", "n1", role=Role.DECODE)
+    [arrived] = side.hello("n1", 2**62, route=b"stranger", role=Role.CLIENT)
+    assert isinstance(arrived, HelloArrived)
+    assert side.open_sessions == ["s1"]
+    effects = side.hello("n1", 2, route=b"r2", role=Role.DECODE)
+    assert [type(effect) for effect in effects] == [SessionEnded, HelloArrived], "nor to its next attempt"
 
 
 def test_a_long_session_is_still_superseded_after_thousands_of_short_ones() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from common import limits
-from common.clock import now_ms
+from common.clock import now_ms, thread_cpu_ms
 from common.errors import InvariantViolation
 from transport.link import DealerLink, RouterLink, Sent
 from transport.loop import Commands, Loop, Mailbox, Wakeup
@@ -51,9 +51,19 @@ def test_a_pause_is_left_out_of_the_loops_clock(loop: Loop) -> None:
     assert loop.poll(loop.now_ms()) == []
     before_ms, real_ms = loop.now_ms(), now_ms()
     threading.Event().wait(2 * limits.PAUSE_MS / 1_000)
-    assert loop.poll(before_ms + 1) == []
+    loop.end_turn()
     assert loop.paused_ms >= 2 * limits.PAUSE_MS
     assert loop.now_ms() - before_ms < now_ms() - real_ms - limits.PAUSE_MS
+
+
+def test_a_turn_that_computes_for_long_is_no_pause(loop: Loop) -> None:
+    assert loop.poll(loop.now_ms()) == []
+    began_ms, computed_ms = now_ms() - 1, thread_cpu_ms()
+    while thread_cpu_ms() - computed_ms < 2 * limits.PAUSE_MS:
+        sum(range(1_000))
+    real_ms = now_ms() - began_ms
+    loop.end_turn()
+    assert loop.paused_ms < real_ms - limits.PAUSE_MS, "what it computed is charged"
 
 
 def test_a_wait_that_was_meant_is_no_pause(loop: Loop) -> None:

@@ -1,11 +1,15 @@
 """How a pair shares the CPUs, and that its daemons accept the flags they are given."""
 
+from pathlib import Path
+from typing import Any, ClassVar
+
 import pytest
 
 import transport.launch.pair
 from common.command_line import parse
 from common.config import DecodeConfig, PrefillConfig
-from transport.launch.pair import BACKENDS, PairPlan, split_cpus
+from common.errors import NodeUnavailable
+from transport.launch.pair import BACKENDS, Pair, PairPlan, split_cpus
 
 
 @pytest.mark.parametrize(
@@ -48,3 +52,62 @@ def test_alone_means_no_worker() -> None:
     config = parse(DecodeConfig, PairPlan(alone=True).decode_flags("ipc:///d", None, ()), "0", {})
     assert config.pd_prefill_worker is None
     assert not config.pd_remote_only
+
+
+class Asked:
+    """In place of a client of the decode node: its STATUS is what the test says."""
+
+    answer: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def status(self, timeout_ms: int) -> dict[str, Any]:
+        return self.answer
+
+    def __enter__(self) -> "Asked":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Started:
+    """A daemon that is always ready, and no process."""
+
+    def __init__(self, program: str, arguments: list[str], directory: Path) -> None:
+        self.endpoint = f"ipc://{directory}/{program}"
+        self.status: int | None = None
+
+    def ready(self) -> bool:
+        return True
+
+    def kill(self) -> None:
+        self.status = 0
+
+    def request_stop(self) -> None:
+        self.status = 0
+
+    def wait(self, timeout_ms: int) -> bool:
+        return True
+
+
+def test_waiting_gives_up_at_a_refusal_for_good_and_not_at_one_that_may_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport.launch.pair, "Client", Asked)
+    worker = {"refusal": "another decode node has the slots", "misfit": False}
+    Asked.answer = {"accepting": False, "workers": [worker]}
+    asked = []
+
+    def turn() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            Asked.answer = {"accepting": True, "workers": [{"refusal": "", "misfit": False}]}
+
+    with Pair(PairPlan("emulated"), Started) as pair:
+        pair.wait_ready(turn)
+        assert len(asked) == 3
+        Asked.answer = {"accepting": False, "workers": [{"refusal": "they differ in dtype", "misfit": True}]}
+        with pytest.raises(NodeUnavailable, match="do not fit together: they differ in dtype"):
+            pair.wait_ready(turn)

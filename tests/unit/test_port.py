@@ -39,8 +39,13 @@ class ScriptedLink:
             self.taken.append((route, decode(frames)[0].sequence))
         return answer
 
-    def receive(self, limit: int) -> list[tuple[bytes, Frames]]:
-        batch, self.arrived = self.arrived[:limit], self.arrived[limit:]
+    def receive(
+        self, limit: int, limit_bytes: int = limits.RECEIVE_BATCH_BYTES
+    ) -> list[tuple[bytes, Frames]]:
+        batch: list[tuple[bytes, Frames]] = []
+        while self.arrived and len(batch) < limit and limit_bytes > 0:
+            batch.append(self.arrived.pop(0))
+            limit_bytes -= sum(map(len, batch[-1][1]))
         return batch
 
     def lost(self) -> list[bytes]:
@@ -188,6 +193,33 @@ def test_one_turn_takes_at_most_one_batch(port: ControlPort, link: ScriptedLink)
     link.arrived = [(b"a", [PROTOCOL_TAG])] * (limits.RECEIVE_BATCH_MESSAGES + 3)
     assert len(list(port.receive())) == limits.RECEIVE_BATCH_MESSAGES
     assert len(list(port.receive())) == 3
+
+
+def test_large_messages_make_a_batch_smaller(port: ControlPort, link: ScriptedLink) -> None:
+    part = bytes(limits.RECEIVE_BATCH_BYTES // 4)
+    link.arrived = [(b"a", [part])] * 10
+    assert [len(list(port.receive())) for _ in range(4)] == [4, 4, 2, 0]
+    link.arrived = [(b"a", [bytes(limits.RECEIVE_BATCH_BYTES + 1)])] * 2
+    assert [len(list(port.receive())) for _ in range(3)] == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "message", [[PROTOCOL_TAG], [bytes(limits.RECEIVE_BATCH_BYTES // 4)]], ids=["many", "large"]
+)
+@pytest.mark.parametrize("more", [0, 1, 3, 9])
+def test_a_lost_route_is_named_once_all_batches_of_what_arrived_from_it_are_taken(
+    port: ControlPort, link: ScriptedLink, message: Frames, more: int
+) -> None:
+    whole = limits.RECEIVE_BATCH_MESSAGES if message == [PROTOCOL_TAG] else 4
+    link.arrived = [(b"a", message)] * (whole + more)
+    link.gone = [b"a"]
+    items: list[object] = []
+    while RouteLost(b"a") not in items:
+        turn = list(port.receive())
+        assert turn, "there is something left to be told"
+        items += turn
+    assert len(items) == whole + more + 1
+    assert items[-1] == RouteLost(b"a")
 
 
 def test_last_words_wait_for_a_peer_that_takes_them_soon(port: ControlPort, link: ScriptedLink) -> None:

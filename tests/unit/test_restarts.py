@@ -5,9 +5,10 @@ from itertools import permutations
 import pytest
 
 from common.errors import ExitStatus
-from common.messages import Finished, Hello, StatusReply, StatusRequest
+from common.messages import Finished, Hello, Role, StatusReply, StatusRequest
+from decode_node.events import ClientHello
 from decode_node.stack import FromWorker
-from tests.actors import TIMES
+from tests.actors import STALL_MS, TIMES
 from tests.cores import Pair
 from tests.devices import PROFILE, expected_tokens
 from transport.peers import FrameReceived, RouteLost
@@ -179,3 +180,22 @@ def test_status_tells_the_sessions_and_counts_stale_messages() -> None:
     assert [entry["role"] for entry in reply.body["sessions"]] == ["client"]
     assert reply.body["stale_messages"] == 0
     assert reply.body["ready"] is True
+
+
+def test_a_node_is_not_ready_while_its_text_thread_owes_and_ready_again_by_itself() -> None:
+    pair = Pair()
+    pair.hold_text = True
+    pair.client.submit("x", [1, 2])
+    assert pair.core.status(pair.now_ms)["ready"]
+    pair.advance(STALL_MS)
+    assert not pair.core.status(pair.now_ms)["ready"]
+    pair.hold_text = False
+    pair.finish()
+    assert pair.core.status(pair.now_ms)["ready"]
+
+
+def test_a_decode_node_that_was_given_another_one_as_its_prefill_node_is_told_so() -> None:
+    pair = Pair()
+    [answer] = pair.core.step(ClientHello(b"route", Hello("other", 1, Role.DECODE, PROFILE)), 0)
+    assert (answer.message.temporary, answer.message.fields) == (False, ("role",))
+    assert "--pd-prefill-worker" in answer.message.detail

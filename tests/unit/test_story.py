@@ -1,6 +1,7 @@
 """A story, read back and played, does what the recorded node did, and tells nothing of what clients wrote."""
 
 import json
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -262,6 +263,33 @@ def test_a_file_is_for_its_user_alone_and_few_are_kept(tmp_path: Path) -> None:
     assert other.exists()
     with pytest.raises(FileExistsError):
         write_story(tmp_path, "prefill", "0", ["{}\n"])
+
+
+def test_what_only_looks_like_a_story_is_left_alone_and_in_nobodys_way(tmp_path: Path) -> None:
+    dangling, folder = tmp_path / "story-decode-a.jsonl", tmp_path / "story-decode-b.jsonl"
+    dangling.symlink_to(tmp_path / "nowhere")
+    folder.mkdir()
+    elsewhere, link = tmp_path / "elsewhere", tmp_path / "story-decode-c.jsonl"
+    elsewhere.write_text("")
+    link.symlink_to(elsewhere)
+    os.utime(elsewhere, (0, 0))
+    for number in range(KEPT_STORIES + 3):
+        path = write_story(tmp_path, "decode", f"{number:016x}", ["{}\n"])
+        assert path.exists()
+    left = set(tmp_path.iterdir()) - {dangling, folder, elsewhere, link}
+    assert len(left) == KEPT_STORIES
+    assert (dangling.is_symlink(), link.is_symlink(), folder.is_dir()) == (True, True, True)
+
+
+def test_a_story_is_told_even_if_older_ones_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(f"{path} stays")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    paths = [write_story(tmp_path, "decode", str(number), ["{}\n"]) for number in range(KEPT_STORIES + 2)]
+    assert [path for path in paths if not path.exists()] == []
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,18 @@
-"""The benchmark's launcher of daemons without checks still finds every function that it switches off.
+"""The benchmark's launcher of daemons without checks still finds every function that it switches off, and
+what it starts still finishes jobs.
 
 Run in processes of their own, because the patches last.
 """
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from transport.client import Client
+from transport.launch.pair import Pair, PairPlan
 
 ROOT = Path(__file__).parents[2]
 CODE = """
@@ -37,3 +42,16 @@ def test_a_function_that_has_moved_is_told() -> None:
     done = run(code)
     assert done.returncode == 1
     assert "common has no gone any more" in done.stderr
+
+
+def test_a_pair_without_checks_finishes_a_job_over_the_prefill_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    robustness = import_module("benchmarks.robustness")
+    job = robustness.BatchJob("job", prompt_ids=[97] * 40, sampling={"max_tokens": 3, "ignore_eos": True})
+    plan = PairPlan("emulated", prefetch_depth=1)
+    with Pair(plan, robustness.UncheckedDaemon) as pair:
+        pair.wait_ready(timeout_ms=60_000)
+        assert all(robustness.NOTE in daemon.log_path.read_text() for daemon in pair.daemons)
+        with Client(pair.decode_endpoint) as client:
+            (outcome,) = robustness._finish(client, [job], concurrency=1)
+    assert len(outcome.token_ids) == 3

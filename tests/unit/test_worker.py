@@ -12,6 +12,7 @@ from common.messages import (
     Draining,
     Grant,
     HelloOk,
+    HelloRefused,
     Pong,
     Prefill,
     PrefillDone,
@@ -179,6 +180,28 @@ def test_without_work_no_progress_is_asked_for() -> None:
     assert worker.deadline_ms() is None, "a record that waits for a lane is not the peer's work"
     send(worker, "b", now_ms=100_000)
     assert worker.deadline_ms() > 100_000, "the clock starts with the work"
+
+
+def test_progress_has_an_age_only_while_something_is_owed() -> None:
+    worker = Worker("memory", DEAD_AFTER_MS)
+    assert worker.status(5_000)["progress_age_ms"] is None
+    worker.opened(HELLO, 5_000)
+    assert worker.status(6_000)["progress_age_ms"] is None
+    reservation = send(worker, "a", now_ms=7_000)
+    assert worker.status(7_300)["progress_age_ms"] == 300
+    worker.receive("s1", done(reservation, "a"), 8_000)
+    assert worker.status(9_000)["progress_age_ms"] is None
+
+
+def test_a_misfit_is_who_refuses_for_good_and_never_had_a_session() -> None:
+    worker = Worker("memory", DEAD_AFTER_MS)
+    for refusal, misfit in ((HelloRefused(True, "full"), False), (HelloRefused(False, "dtype"), True)):
+        worker.refused(refusal)
+        status = worker.status(0)
+        assert (status["refusal"], status["misfit"]) == (refusal.detail, misfit)
+    worker.opened(HELLO, 0)
+    worker.refused(HelloRefused(False, "dtype"))
+    assert worker.status(0)["misfit"] is False
 
 
 def test_a_draining_node_gets_no_more_work_and_our_goodbye_once_nothing_is_owed() -> None:

@@ -182,9 +182,10 @@ def split_cpus() -> tuple[tuple[int, ...], tuple[int, ...]]:
 class Pair:
     """Both daemons of a plan. Leaving the context stops them; an interruption of that kills them."""
 
-    def __init__(self, plan: PairPlan) -> None:
+    def __init__(self, plan: PairPlan, daemon_class: type[DaemonProcess] = DaemonProcess) -> None:
         """Start the processes; they are not ready yet. Raises ConfigError when there is no place for them."""
         self.plan = plan
+        self._daemon_class = daemon_class
         self._keys = plan.client_keys()
         self.directory = RunDirectory()
         self.prefill_cpus, self.decode_cpus = split_cpus()
@@ -193,7 +194,7 @@ class Pair:
             worker = self._start_prefill() if not plan.alone else None
             endpoint = plan.decode_endpoint or self.directory.endpoint("decode")
             flags = plan.decode_flags(endpoint, worker, self.decode_cpus)
-            self.decode = DaemonProcess("decode_node", flags, self.directory.path)
+            self.decode = daemon_class("decode_node", flags, self.directory.path)
         except BaseException:
             if self.prefill is not None:
                 self.prefill.kill()
@@ -203,7 +204,7 @@ class Pair:
     def _start_prefill(self) -> str:
         endpoint = self.plan.prefill_endpoint or self.directory.endpoint("prefill")
         flags = self.plan.prefill_flags(endpoint, self.prefill_cpus)
-        self.prefill = DaemonProcess("prefill_node", flags, self.directory.path)
+        self.prefill = self._daemon_class("prefill_node", flags, self.directory.path)
         return endpoint
 
     @property
@@ -230,14 +231,14 @@ class Pair:
     def _accepts(self) -> bool:
         """Whether the decode node takes jobs; asked in short, so that the end of a node shows at once.
 
-        Raises NodeUnavailable when the prefill node has refused it for good.
+        Raises NodeUnavailable when no prefill node will ever have it; other refusals may pass.
         """
         try:
             with Client(self.decode_endpoint, connect_timeout_ms=_ASK_MS, keys=self._keys) as client:
                 status = client.status(timeout_ms=_ASK_MS)
         except NodeUnavailable:
             return False
-        refusals = [worker["refusal"] for worker in status["workers"] if worker["refusal"]]
+        refusals = [worker["refusal"] for worker in status["workers"] if worker["misfit"]]
         if refusals and not status["accepting"]:
             raise NodeUnavailable(f"the nodes do not fit together: {refusals[0]}")
         return status["accepting"]

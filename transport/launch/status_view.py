@@ -28,7 +28,7 @@ _IN_THE_HEAD = (
     "progress",
     "progress_age_ms",
 )
-_ONLY_IF_TRUE = ("draining", "suspected")
+_ONLY_IF_TRUE = ("draining", "misfit", "suspected")
 _IDS = ("job", "session", "decode_sessions", "incarnation")
 _COLUMNS = ("slot", "lane", "session", "role", "state", "job", "epoch", "age_ms", "cause", "ends_by")
 _NUMBERS = frozenset({"slot", "lane", "epoch", "age_ms"})
