@@ -92,7 +92,8 @@ class Watch:
         if not answering:
             for node in missing:
                 tell(f"status: {node.name} node: {node.view.problem}")
-            tell("status: start a pair with scripts/up.py, or name a node with --decode or --prefill")
+            if not any(node.asked_for for node in missing):
+                tell("status: start a pair with scripts/up.py, or name a node with --decode or --prefill")
             return 1
         self._nodes = [node for node in self._nodes if node.asked_for or node in answering]
         if self._given.json:
@@ -145,7 +146,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--decode", metavar="ENDPOINT", help="a decode node (default: of the pair that up.py runs)")
     add("--prefill", metavar="ENDPOINT", help="a prefill node (default: likewise)")
-    add("--once", action="store_true", help="ask once; the default where the output is no terminal")
+    add("--once", action="store_true", help="ask once; the default where the output is no terminal, unless --json is given")
     add("--json", action="store_true", help="one JSON object per round, with everything the nodes say")
     add("--interval", type=float, default=1.0, metavar="S", help="seconds between rounds (default: 1)")
     add_key_flags(parser)

@@ -8,4 +8,4 @@ cd "$repository"
 "$python" scripts/fetch_model.py >&2
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-exec "$python" -m pytest --numprocesses 2 --dist loadfile "$@"
+exec "$python" -m pytest --numprocesses 3 --dist loadfile "$@"

