@@ -146,7 +146,8 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--decode", metavar="ENDPOINT", help="a decode node (default: of the pair that up.py runs)")
     add("--prefill", metavar="ENDPOINT", help="a prefill node (default: likewise)")
-    add("--once", action="store_true", help="ask once; the default where the output is no terminal, unless --json is given")
+    once = "ask once; the default where the output is no terminal, unless --json is given"
+    add("--once", action="store_true", help=once)
     add("--json", action="store_true", help="one JSON object per round, with everything the nodes say")
     add("--interval", type=float, default=1.0, metavar="S", help="seconds between rounds (default: 1)")
     add_key_flags(parser)
