@@ -21,7 +21,6 @@ from tests.sim.mutants import ROOT
 from tests.sim.plan import Option
 from tests.sim.world import World
 
-# One worker only: what the module's fixture has found is shared, and it uses both cores by itself.
 ATOMS = (int, float, str, bytes, type, Enum, FunctionType, type(None))
 
 

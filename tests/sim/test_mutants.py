@@ -10,7 +10,6 @@ from tests.sim.mutants import HAND_MADE, ROOT, patched_source, source_of
 from tests.sim.mutants_drawn import PASSED_OVER, all_sites, draw, drawn_source
 from tests.sim.mutants_run import CAUGHT, DRAWN_COUNT, SURVIVED, all_mutants
 
-# One worker only: what the module's fixture has found is shared, and it uses both cores by itself.
 DRAWN = [site.name for site in draw(DRAWN_COUNT)]
 NAMES = [mutant.name for mutant in HAND_MADE] + DRAWN
 Outcomes = dict[str, tuple[int, str]]
