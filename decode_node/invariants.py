@@ -33,11 +33,12 @@ def check_decode_core(core: "DecodeCore") -> None:
             check(slot is not None and slot.job_id == job.job_id, "INV-2: a job without its slot")
         if job.lane is not None:
             check(lanes[job.lane].job_id == job.job_id, "INV-2: a job without its lane")
-    for slot in (slot for ledger in ledgers for slot in (*ledger.slots(), *ledger.survivors())):
-        if slot.state in (SlotState.PRODUCING, SlotState.READY):
-            job = core.desk.get(slot.job_id)
-            held = job is not None and job.reservation == slot.reservation
-            check(held, "INV-4: a slot is kept for a job that does not hold it")
+    for ledger in ledgers:
+        for slot in (*ledger.slots(), *ledger.survivors()):
+            if slot.state in (SlotState.PRODUCING, SlotState.READY):
+                job = core.desk.get(slot.job_id)
+                held = job is not None and job.reservation == slot.reservation
+                check(held, "INV-4: a slot is kept for a job that does not hold it")
     for lane in lanes:
         if lane.state in (LaneState.PREFILLING, LaneState.DECODING):
             job = core.desk.get(lane.job_id)

@@ -139,20 +139,24 @@ class World:
         """What happens without any time passing: messages arrive, threads work, supervisors restart."""
         found = []
         now_ms, cuts = self.now_ms, self.cuts
-        running = {name for name, process in self.processes.items() if process.runs}
+        # Asked for at every step of every run: plain loops, and nothing looked up twice.
+        running = set()
+        own: list[Option] = []
+        for name, process in self.processes.items():
+            if process.alive and process.stopped_at_ms is None:
+                running.add(name)
+                own += process.prompt_options(now_ms)
+            elif not process.alive:
+                own.append(Option("restart", name))
         for number, wire in self.wires.items():
             dealer, router = wire.dealer, wire.router
             if wire.up and router in running and (not cuts or (dealer, router) not in cuts):
                 found.append(Option("deliver_up", str(number)))
-            waits = wire.dealer_open and (wire.down or (wire.broken and not wire.told))
-            if waits and dealer in running and (not cuts or (router, dealer) not in cuts):
-                found.append(Option("deliver_down", str(number)))
-        for name, process in self.processes.items():
-            if name in running:
-                found += process.prompt_options(now_ms)
-            elif not process.alive:
-                found.append(Option("restart", name))
-        return found
+            waits = wire.down or (wire.broken and not wire.told)
+            if waits and wire.dealer_open and dealer in running:
+                if not cuts or (router, dealer) not in cuts:
+                    found.append(Option("deliver_down", str(number)))
+        return found + own
 
     def next_due_ms(self) -> int:
         """When the next process must look at its clock, or slow compute is through."""
