@@ -152,10 +152,9 @@ class World:
             dealer, router = wire.dealer, wire.router
             if wire.up and router in running and (not cuts or (dealer, router) not in cuts):
                 found.append(Option("deliver_up", str(number)))
-            waits = wire.down or (wire.broken and not wire.told)
-            if waits and wire.dealer_open and dealer in running:
-                if not cuts or (router, dealer) not in cuts:
-                    found.append(Option("deliver_down", str(number)))
+            waits = wire.dealer_open and (wire.down or (wire.broken and not wire.told))
+            if waits and dealer in running and (not cuts or (router, dealer) not in cuts):
+                found.append(Option("deliver_down", str(number)))
         return found + own
 
     def next_due_ms(self) -> int:
