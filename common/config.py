@@ -13,7 +13,7 @@ reason a model is built when it is first constructed, not when it is imported.
 
 import os.path
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -28,14 +28,16 @@ from pydantic import (
 )
 
 from common.cpus import check_cpus, parse_cpus, thread_count
-from common.endpoints import check_bind_endpoint, check_bind_form, check_connect_endpoint
+from common.endpoints import PORT_MAX, check_bind_endpoint, check_bind_form, check_connect_endpoint
 from common.engines.registry import BACKENDS, NAMED_MODEL, EngineSettings
 from common.errors import ConfigError
+from common.kv_layout import check_conversion
 from common.limits import MAILBOX_ITEMS, SOURCE_SLOTS
 from common.prefetch_route import check_prefetch_route
 
 DURATION_MS_MAX = 24 * 3_600_000
 TOKENS_MAX = 2**20
+CACHE_MB_MAX = 2**22
 QUEUE_MAX = MAILBOX_ITEMS // 4  # each waiting job may put several commands into the threads' queues
 
 
@@ -99,6 +101,17 @@ class NodeConfig(BaseModel):
     cpus: Annotated[Cpus | None, Flag("LIST", unset="not pinned")] = Field(
         None, description="CPUs to run on, as in 0,2-3; one compute thread for each"
     )
+    kv_plane: Literal["auto", "shm", "tcp"] = Field(
+        "auto",
+        description="how KV gets from node to node: shared memory, a TCP connection of its own, or auto for "
+        "shared memory if the nodes prove to share it",
+    )
+    prefix_cache_mb: Annotated[int, Field(ge=0, le=CACHE_MB_MAX), Flag("MB")] = Field(
+        0, description="memory for KV of earlier prompts and answers, in MiB, beyond the slots; 0 keeps none"
+    )
+    prefix_block_tokens: Annotated[int, Field(ge=1, le=4_096), Flag("TOKENS")] = Field(
+        16, description="tokens in one block of the prefix cache; only whole blocks are found again"
+    )
     drain_ms: Annotated[Milliseconds, Flag("MS")] = Field(
         30_000, description="time for running work to end after the first signal, in ms"
     )
@@ -133,6 +146,12 @@ class NodeConfig(BaseModel):
     )
     emulated_decode_ms: Annotated[Rate | None, Flag("MS", unset="the backend's")] = Field(
         None, description="emulated backends: duration of a decode step, in ms"
+    )
+    emulated_rope_form: Literal["half", "interleaved"] = Field(
+        "half", description="emulated backends: order of bytes in K, as if positions were rotated that way"
+    )
+    emulated_heads_reversed: bool = Field(
+        False, description="emulated backends: write the KV heads in reverse order"
     )
     story_dir: Annotated[Directory | None, Flag("DIR", unset="where pairs run")] = Field(
         None, description="directory for the last steps of a node that finds itself at fault (exit status 4)"
@@ -194,6 +213,8 @@ class NodeConfig(BaseModel):
             emulated_seed=self.emulated_seed,
             emulated_prefill_tokens_per_s=self.emulated_prefill_tokens_per_s,
             emulated_decode_ms=self.emulated_decode_ms,
+            emulated_rope_form=self.emulated_rope_form,
+            emulated_heads_reversed=self.emulated_heads_reversed,
         )
 
 
@@ -208,8 +229,22 @@ class PrefillConfig(NodeConfig):
     backend: Annotated[str, Flag("|".join(name for name, facts in BACKENDS.items() if facts.prefill))] = (
         Field("torch", description="what computes")
     )
+    kv_port: Annotated[int, Field(ge=0, le=PORT_MAX), Flag("PORT")] = Field(
+        0, description="first TCP port for KV, one for each decode node at a time; 0 lets the system choose"
+    )
     source_slots: Annotated[int, Field(ge=1, le=SOURCE_SLOTS), Flag("N")] = Field(
         1, description="prompts whose KV is held at once, computing or waiting to be fetched"
+    )
+    kv_wire_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = Field(
+        "auto",
+        description="number format in which KV is sent; auto is the engine's own and changes nothing. Fewer "
+        "bytes per token cost exactness and the time to convert: of float32's bytes, bfloat16 and float16 "
+        "send half, int8 a good quarter",
+    )
+    emulated_no_logits: bool = Field(
+        False,
+        description="emulated backends: answer no logits, like an engine that has none; the decode node then "
+        "computes the last prompt token",
     )
 
     @model_validator(mode="after")
@@ -221,9 +256,19 @@ class PrefillConfig(NodeConfig):
             raise ValueError(f"--backend {self.backend}: {fault}; use one of {usable}")
         return self
 
+    @model_validator(mode="after")
+    def _check_wire_dtype(self) -> Self:
+        if self.kv_wire_dtype != "auto":
+            engine_dtype = "uint8" if BACKENDS[self.backend].emulated else self.dtype
+            try:
+                check_conversion(engine_dtype, self.kv_wire_dtype)
+            except ValueError as error:
+                raise ValueError(f"--kv-wire-dtype {self.kv_wire_dtype}: {error}; use auto") from None
+        return self
+
     def engine_settings(self) -> EngineSettings:
         """What the prefill engine is loaded with."""
-        return self._engine_settings(lanes=0)
+        return replace(self._engine_settings(lanes=0), emulated_no_logits=self.emulated_no_logits)
 
 
 class DecodeConfig(NodeConfig):
@@ -244,6 +289,14 @@ class DecodeConfig(NodeConfig):
     server_key: Annotated[Name | None, Flag("FILE")] = Field(
         None, description="public key of the prefill node, when this node has a --key-file"
     )
+    prefix_cache_scope: Literal["shared", "client"] = Field(
+        "shared",
+        description="whose prompts find each other in the prefix caches: everybody's, or only those that one "
+        "client sends over one connection",
+    )
+    prefix_cache_dir: Annotated[Directory | None, Flag("DIR")] = Field(
+        None, description="directory where scripts/cache.py may save the prefix cache, and load it from"
+    )
     pd_remote_only: bool = Field(False, description="never compute a prompt here")
     pd_prefetch_next: Annotated[
         Annotated[int, Field(ge=1)] | None,
@@ -253,6 +306,10 @@ class DecodeConfig(NodeConfig):
         None,
         description="have the prefill node work ahead on DEPTH queued requests while this node decodes; "
         "1 when DEPTH is left out, and off turns it off",
+    )
+    min_remote_prompt_tokens: Annotated[int, Field(ge=0, le=TOKENS_MAX), Flag("TOKENS")] = Field(
+        0,
+        description="shorter prompts are computed here, where that is allowed; bench.py worth says what pays",
     )
     on_prefill_failure: Literal["fail", "retry", "local"] = Field(
         "fail",
@@ -282,6 +339,15 @@ class DecodeConfig(NodeConfig):
             raise ValueError(
                 "--key-file with --pd-prefill-worker needs --server-key, the prefill node's public key: a "
                 "node with keys uses them on every connection"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_short_prompts(self) -> Self:
+        if self.min_remote_prompt_tokens and self.pd_remote_only:
+            raise ValueError(
+                "--pd-remote-only forbids the local prefill that --min-remote-prompt-tokens asks for: "
+                "leave one of them out"
             )
         return self
 

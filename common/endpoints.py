@@ -57,6 +57,17 @@ def is_local(endpoint: str) -> bool:
     return endpoint.startswith("ipc://") or _is_loopback(_tcp_parts(endpoint)[0])
 
 
+def bulk_host(bind: str) -> str:
+    """Where a prefill node that binds there binds the sockets of its KV."""
+    return "127.0.0.1" if bind.startswith("ipc://") else _tcp_parts(bind)[0]
+
+
+def bulk_endpoint(worker: str, port: int) -> str:
+    """Where a decode node connects for KV: the host that it reached the prefill node at."""
+    host = "127.0.0.1" if worker.startswith("ipc://") else _tcp_parts(worker)[0]
+    return f"tcp://{host}:{port}"
+
+
 def _tcp_parts(endpoint: str) -> tuple[str, int]:
     match = _TCP.fullmatch(endpoint)
     if match is None or int(match["port"]) > PORT_MAX:

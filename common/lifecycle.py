@@ -25,12 +25,17 @@ class SlotState(StrEnum):
 
 
 class SlotEvent(StrEnum):
-    """What happens to a granted slot. COMPLETED: the record (and every chunk) arrived."""
+    """What happens to a granted slot.
+
+    COMPLETED: the record and every chunk arrived. DETACHED_WITH_RECORD: the job let go when the record was
+    here and chunks were not: nothing is owed any more.
+    """
 
     RESERVED = "reserved"
     COMPLETED = "completed"
     PRODUCER_FAILED = "producer_failed"
     JOB_DETACHED = "job_detached"
+    DETACHED_WITH_RECORD = "detached_with_record"
     IMPORT_STARTED = "import_started"
     COPY_ENDED = "copy_ended"
 
@@ -40,6 +45,7 @@ SLOT_TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.PRODUCING, SlotEvent.COMPLETED): SlotState.READY,
     (SlotState.PRODUCING, SlotEvent.PRODUCER_FAILED): SlotState.FREE,
     (SlotState.PRODUCING, SlotEvent.JOB_DETACHED): SlotState.ORPHANED,
+    (SlotState.PRODUCING, SlotEvent.DETACHED_WITH_RECORD): SlotState.FREE,
     (SlotState.READY, SlotEvent.IMPORT_STARTED): SlotState.IMPORTING,
     (SlotState.READY, SlotEvent.JOB_DETACHED): SlotState.FREE,
     (SlotState.IMPORTING, SlotEvent.COPY_ENDED): SlotState.FREE,
@@ -49,28 +55,34 @@ SLOT_TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
 
 
 class SourceState(StrEnum):
-    """A slot of the slab, as the prefill node sees it. POOL: granted to nobody."""
+    """A slot of the slab, as the prefill node sees it.
+
+    POOL: granted to nobody. SENDING: compute is through with it, and its completion waits until everything
+    sent from it has left. ABANDONED: of an ended session, and not let go of yet.
+    """
 
     POOL = "pool"
     IDLE = "idle"
     QUEUED = "queued"
     COMPUTING = "computing"
+    SENDING = "sending"
     HELD = "held"
     ABANDONED = "abandoned"
 
 
 class SourceEvent(StrEnum):
-    """What happens to a slot of the slab. COMPUTE_STOPPED: compute let go of an abandoned slot."""
+    """What happens to a slot of the slab. LET_GO: neither compute nor a send uses an abandoned slot."""
 
     GRANTED = "granted"
     PREFILL = "prefill"
     COMPUTE_STARTED = "compute_started"
+    COMPUTE_ENDED = "compute_ended"
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
     RELEASE = "release"
     SESSION_ENDED = "session_ended"
-    COMPUTE_STOPPED = "compute_stopped"
+    LET_GO = "let_go"
 
 
 SOURCE_TRANSITIONS: dict[tuple[SourceState, SourceEvent], SourceState] = {
@@ -85,9 +97,14 @@ SOURCE_TRANSITIONS: dict[tuple[SourceState, SourceEvent], SourceState] = {
     (SourceState.COMPUTING, SourceEvent.FAILED): SourceState.IDLE,
     (SourceState.COMPUTING, SourceEvent.CANCELLED): SourceState.IDLE,
     (SourceState.COMPUTING, SourceEvent.SESSION_ENDED): SourceState.ABANDONED,
+    (SourceState.COMPUTING, SourceEvent.COMPUTE_ENDED): SourceState.SENDING,
+    (SourceState.SENDING, SourceEvent.DONE): SourceState.HELD,
+    (SourceState.SENDING, SourceEvent.FAILED): SourceState.IDLE,
+    (SourceState.SENDING, SourceEvent.CANCELLED): SourceState.IDLE,
+    (SourceState.SENDING, SourceEvent.SESSION_ENDED): SourceState.ABANDONED,
     (SourceState.HELD, SourceEvent.RELEASE): SourceState.IDLE,
     (SourceState.HELD, SourceEvent.SESSION_ENDED): SourceState.POOL,
-    (SourceState.ABANDONED, SourceEvent.COMPUTE_STOPPED): SourceState.POOL,
+    (SourceState.ABANDONED, SourceEvent.LET_GO): SourceState.POOL,
 }
 
 

@@ -32,7 +32,9 @@ class LogEvent(StrEnum):
     JOB_REJECTED = "job.rejected"
     JOB_FINISHED = "job.finished"
     JOB_FAILED = "job.failed"
+    KV_CONVERTED = "kv.converted"
     SLAB_REMOVED = "slab.removed"
+    NO_SHARED_MEMORY = "slab.no_shared_memory"
     DEPTH_CLAMPED = "prefetch.depth_clamped"
 
     PREFILL_DONE = "prefill.done"

@@ -6,28 +6,29 @@ never instants. Nothing here may name a class by a string that came from a peer:
 written out by hand.
 """
 
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, dataclass_transform
+from typing import Annotated
 
 from annotated_types import Ge, Le, MaxLen
 
-from common import limits
+from common.client_messages import (
+    Accepted,
+    CacheOrder,
+    CacheReply,
+    CancelJob,
+    ClientError,
+    Failed,
+    Finished,
+    Rejected,
+    StatusReply,
+    StatusRequest,
+    Submit,
+    Tokens,
+)
+from common.data_planes import SHM
+from common.endpoints import PORT_MAX
 from common.errors import ErrorCode
-
-Count = Annotated[int, Ge(0), Le(2**63 - 1)]
-Name = Annotated[str, MaxLen(64)]
-Digest = Annotated[str, MaxLen(128)]
-Label = Annotated[str, MaxLen(limits.LABEL_CHARACTERS)]
-Detail = Annotated[str, MaxLen(2 * limits.DETAIL_CHARACTERS)]
-Epoch = Annotated[int, Ge(0), Le(limits.EPOCH)]
-SlotIndex = Annotated[int, Ge(0), Le(limits.SOURCE_SLOTS - 1)]
-
-
-@dataclass_transform(frozen_default=True)
-def wire(cls: type) -> type:
-    """A frozen slotted dataclass; `transport.strict_types` reads its field types and coerces nothing."""
-    return dataclass(frozen=True, slots=True)(cls)
+from common.wire_types import Count, Detail, Digest, Epoch, Name, SlotIndex, wire
 
 
 class Role(StrEnum):
@@ -39,7 +40,12 @@ class Role(StrEnum):
 
 @wire
 class NodeProfile:
-    """What a node can do, compared at HELLO: see `common.compatibility` for what must be equal."""
+    """What a node can do, compared at HELLO: see `common.compatibility` for what must be equal.
+
+    dtype, rope_form, head_order, rotary_dim: how its engine writes KV, see `common.kv_convert`. wire_dtype:
+    the number format in which it sends KV, empty for the engine's own. answers_logits: those of a prompt's
+    last position.
+    """
 
     model_id: Annotated[str, MaxLen(256)]
     weights_digest: Digest
@@ -52,6 +58,10 @@ class NodeProfile:
     rope_form: Name
     max_tokens: Count
     chunk_tokens: Count
+    wire_dtype: Name = ""
+    head_order: tuple[Count, ...] = ()
+    rotary_dim: Count = 0
+    answers_logits: bool = True
 
 
 @wire
@@ -72,18 +82,34 @@ class ShmPlane:
 
 
 @wire
+class TcpPlane:
+    """Where KV is sent from: a port of the host that HELLO went to, for this session alone."""
+
+    port: Annotated[int, Ge(1), Le(PORT_MAX)]
+
+
+@wire
 class Hello:
-    """First message of a socket. `attempt` grows with every socket of one incarnation."""
+    """First message of a socket. `attempt` grows with every socket of one incarnation.
+
+    planes: data planes that a decode node can use, see `common.data_planes`. memory_probe: name of a shared
+    memory object that exists while the HELLO is on its way; who can open it shares the memory.
+    """
 
     incarnation: Name
     attempt: Count
     role: Role
     profile: NodeProfile | None = None
+    planes: tuple[Name, ...] = (SHM,)
+    memory_probe: Name | None = None
 
 
 @wire
 class HelloOk:
-    """Opens the session. `stall_ms`: no progress for so long, with work, means the node hangs."""
+    """Opens the session. `stall_ms`: no progress for so long, with work, means the node hangs.
+
+    A decode node gets exactly one data plane: `plane` or `bulk`.
+    """
 
     session: Name
     incarnation: Name
@@ -92,6 +118,7 @@ class HelloOk:
     profile: NodeProfile
     grants: tuple[SlotGrant, ...] = ()
     plane: ShmPlane | None = None
+    bulk: TcpPlane | None = None
 
 
 @wire
@@ -144,7 +171,11 @@ class Draining:
 
 @wire
 class Prefill:
-    """Compute the KV of `prompt` (int32 little-endian ids) into a slot; exactly one completion answers."""
+    """Compute the KV of `prompt` (int32 little-endian ids) into a slot; exactly one completion answers.
+
+    send_from: KV of earlier positions is not wanted. cache_digest: prompts of which this is the same may
+    share KV; empty for none.
+    """
 
     job_id: Name
     slot: SlotIndex
@@ -153,14 +184,17 @@ class Prefill:
     prompt_digest: Name
     send_from: Count
     budget_ms: Count
+    cache_digest: bytes = b""
 
 
 @wire
 class PrefillDone:
     """The terminal record: what was produced, and the digests that the decode node verifies.
 
-    chunk_digests: one per chunk of `chunk_tokens` positions cut from position 0. logits: float32
-    little-endian, of the last position. Times: waiting at the prefill node, and busy in compute.
+    chunk_digests: one per chunk of `chunk_tokens` positions cut from position 0, those before `send_from`
+    left out. logits: float32 little-endian, of the last position. cached_tokens: not computed, but found.
+    Times: waiting at the prefill node, busy in compute, converting, sending in all, and sending after compute
+    had ended.
     """
 
     job_id: Name
@@ -175,6 +209,10 @@ class PrefillDone:
     logits_digest: bytes
     queue_us: Count
     compute_us: Count
+    cached_tokens: Count = 0
+    convert_us: Count = 0
+    transfer_us: Count = 0
+    transfer_exposed_us: Count = 0
 
 
 @wire
@@ -205,118 +243,33 @@ class Release:
 
 
 @wire
-class Submit:
-    """A client's job. Exactly one of prompt (text), messages (chat) and prompt_ids is given."""
+class BulkOpen:
+    """First message of a bulk socket, from the decode node: whose it is, and how much may be under way."""
 
-    label: Label
-    prompt: str | None = None
-    messages: tuple[dict[str, Any], ...] | None = None
-    prompt_ids: tuple[int, ...] | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
+    credit_bytes: Count
 
 
 @wire
-class CancelJob:
-    """The client no longer wants a job of its own."""
+class Credit:
+    """KV of so many bytes has arrived, wanted or not: as much again may follow."""
 
-    label: Label
-
-
-@wire
-class Accepted:
-    """The job will get exactly one FINISHED or FAILED."""
-
-    label: Label
-    job_id: Name
-    prompt_tokens: Count
+    byte_count: Count
 
 
 @wire
-class Rejected:
-    """The job was never taken. `retry_ms` hints when a BUSY node may have room."""
+class KvPiece:
+    """Positions `[start, end)` of `layer_count` layers of (slot, epoch); the bytes follow as further frames.
 
-    label: Label
-    code: ErrorCode
-    detail: Detail
-    retry_ms: Count | None = None
-
-
-@wire
-class Tokens:
-    """A piece of the answer. Text may lag behind ids while a character or a stop string is undecided."""
-
-    label: Label
-    token_ids: tuple[int, ...]
-    text: str
-
-
-@wire
-class Usage:
-    """What the job consumed, in tokens."""
-
-    prompt_tokens: Count
-    completion_tokens: Count
-
-
-@wire
-class Timings:
-    """Where a job's time went. The `stages_ms` are disjoint, ordered as `JobState`, and sum to `total_ms`.
-
-    The rest explains them and is not part of the sum: busy times of the compute threads in chunks and steps,
-    copy and digest of the import, and the lane's idle time before this job's first step (None: no
-    predecessor).
+    One frame for each layer's K and V, as they lie in the slot. Pieces of a production come in order: chunk
+    after chunk, within it layer after layer. One that holds a part of a chunk's positions is of one layer.
     """
 
-    total_ms: Count
-    first_token_ms: Count | None
-    stages_ms: dict[str, int]
-    prefill_queue_us: Count
-    prefill_busy_us: Count
-    decode_busy_us: Count
-    copy_us: Count
-    digest_us: Count
-    lane_gap_us: Count | None
-
-
-@wire
-class Finished:
-    """The job's terminal answer. reason: `stop` or `length`; path: `remote` or `local`."""
-
-    label: Label
-    reason: Name
-    path: Name
-    usage: Usage
-    timings: Timings
-
-
-@wire
-class Failed:
-    """The job's other terminal answer; `definite` says that no token was or will be produced."""
-
-    label: Label
-    code: ErrorCode
-    detail: Detail
-    definite: bool
-
-
-@wire
-class StatusRequest:
-    """Ask a node for its state; both nodes answer every client."""
-
-
-@wire
-class StatusReply:
-    """The node's state as a tree of plain values; docs/operations.md lists the keys."""
-
-    body: dict[str, Any]
-
-
-@wire
-class ClientError:
-    """The client's last message could not be understood; after a few of them the session ends."""
-
-    code: ErrorCode
-    detail: Detail
+    slot: SlotIndex
+    epoch: Epoch
+    start: Count
+    end: Count
+    layer: Count
+    layer_count: Count
 
 
 MESSAGE_TYPES: dict[int, type] = {
@@ -334,6 +287,9 @@ MESSAGE_TYPES: dict[int, type] = {
     22: PrefillFailed,
     23: Cancel,
     24: Release,
+    30: BulkOpen,
+    31: Credit,
+    32: KvPiece,
     40: Submit,
     41: CancelJob,
     42: Accepted,
@@ -344,6 +300,8 @@ MESSAGE_TYPES: dict[int, type] = {
     47: StatusRequest,
     48: StatusReply,
     49: ClientError,
+    50: CacheOrder,
+    51: CacheReply,
 }
 
 UNNUMBERED = (Hello, HelloOk, HelloRefused, SessionGone)

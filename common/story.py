@@ -102,6 +102,7 @@ class Story:
 
     def _answered(self, answer: Any) -> None:
         self._answers.append(answer)
+        self._item_count += len(answer)
 
     def _slim(self, value: Any) -> Any:
         """A frozen value without what is long and will be blanked anyway; what else is long is counted."""

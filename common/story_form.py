@@ -29,7 +29,9 @@ FUNCTIONS = (FunctionType, BuiltinFunctionType)
 _HIDDEN = frozenset(
     {
         "body",
+        "cache_salt",
         "first_token",
+        "generated",
         "logits",
         "messages",
         "prompt",
@@ -45,6 +47,10 @@ _HIDDEN = frozenset(
 )
 
 
+# Of a prefix cache: what stands before the first block of a chain, a digest too.
+_ROOTS = frozenset({"parent", "root"})
+
+
 @dataclass(frozen=True, slots=True)
 class Blank:
     """What is kept of a hidden value: the name of its type, and its length."""
@@ -58,12 +64,12 @@ class Source:
 
     __slots__ = ("_answered", "_function")
 
-    def __init__(self, function: Callable[[], Any], answered: Callable[[Any], None]) -> None:
+    def __init__(self, function: Callable[..., Any], answered: Callable[[Any], None]) -> None:
         self._function = function
         self._answered = answered
 
-    def __call__(self) -> Any:
-        answer = self._function()
+    def __call__(self, *arguments: Any) -> Any:
+        answer = self._function(*arguments)
         self._answered(answer)
         return answer
 
@@ -77,7 +83,7 @@ def is_hidden(kind: type, name: str) -> bool:
 @cache
 def shows_bytes(name: str) -> bool:
     """Whether bytes in a field of this name may be written."""
-    return "route" in name or "digest" in name
+    return "route" in name or "digest" in name or name in _ROOTS
 
 
 @cache

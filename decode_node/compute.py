@@ -10,27 +10,33 @@ verified.
 import queue
 import threading
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from common.block_store import BlockCorrupt, BlockStore
 from common.clock import now_us
 from common.digests import bytes_digest
 from common.engines.interface import Capabilities, DecodeEngine
 from common.engines.registry import EngineSettings, load_decode_engine
 from common.errors import ConfigError, ErrorCode
 from common.hooks import HoldPoints
-from common.kv_layout import KvLayout, chunk_bounds
+from common.kv_layout import chunk_bounds
 from common.log import NodeLog
 from common.log_events import LogEvent
 from common.messages import PrefillDone
+from common.prefix_commands import BlocksStored, Store, StoreBlocks
+from common.sampling import SamplingParams
 from decode_node import events as ev
-from decode_node.kv_import import KvImport
+from decode_node.cache_files import FILE_COMMANDS, CacheFiles
+from decode_node.kv_import import KvImport, KvSource, copy_blocks
 from decode_node.sampler import JobSampler
 from transport.loop import Commands, Mailbox
-from transport.slab import SlabView
+
+STORING_US = 4_000  # for copies to the prefix cache between two decode steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +59,34 @@ class ImportFrom:
 
     job_id: str
     lane: int
-    view: SlabView
-    slot_layout: KvLayout
+    source: KvSource
     record: PrefillDone
     token_id: int
+    send_from: int = 0
+    places: tuple[int, ...] = ()
+    sampling: SamplingParams | None = None
+    known_token: int | None = None
 
 
 @dataclass(slots=True)
 class _Running:
-    """A lane that decodes: its job and the token to feed next."""
+    """A lane that decodes: its job and the token to feed next.
+
+    known_token: what the next step would sample, if that is known already.
+    """
 
     job_id: str
     token_id: int
     stepped: bool = False
+    known_token: int | None = None
+
+
+@dataclass(slots=True)
+class _Storing:
+    """Blocks of a lane on their way to the prefix cache."""
+
+    lane: int
+    left: deque[Store]
 
 
 @dataclass(slots=True)
@@ -94,7 +115,10 @@ class DecodeCompute:
         self._commands = Commands()
         self._running: dict[int, _Running] = {}
         self._filling: dict[int, _Filling] = {}
+        self._storing: deque[_Storing] = deque()
         self._idle_since_us: dict[int, int] = {}
+        self._store: BlockStore | None = None
+        self._files: CacheFiles | None = None
         self._samplers: dict[str, JobSampler] = {}
         self._engine: DecodeEngine | None = None
         self._thread = threading.Thread(target=mailbox.guard, args=(self._run,), name="compute", daemon=True)
@@ -105,6 +129,8 @@ class DecodeCompute:
             ev.StartDecode: self._start_decode,
             ev.StopLane: self._stop_lane,
             ev.ForgetJob: self._forget_job,
+            StoreBlocks: self._store_blocks,
+            **dict.fromkeys(FILE_COMMANDS, self._start_file),
         }
 
     def start(self) -> None:
@@ -114,6 +140,11 @@ class DecodeCompute:
     def use_eos(self, token_ids: frozenset[int]) -> None:
         """Say which ids end an answer, before the first command."""
         self._eos_token_ids = token_ids
+
+    def use_store(self, store: BlockStore, files: CacheFiles | None = None) -> None:
+        """Give the prefix cache its memory, and the way to its files, before the first command."""
+        self._store = store
+        self._files = files
 
     def put(self, command: Any) -> None:
         """Have a command carried out."""
@@ -135,13 +166,16 @@ class DecodeCompute:
             return
         self._mailbox.put(EngineLoaded(self._engine.capabilities))
         while True:
-            busy = bool(self._running or self._filling)
+            filing = self._files is not None and self._files.busy
+            busy = bool(self._running or self._filling or self._storing or filing)
             try:
                 command = self._commands.get(block=not busy)
             except queue.Empty:
                 self._work()
                 continue
             if command is None:
+                if self._files is not None:
+                    self._files.close()
                 return
             self._handlers[type(command)](command)
 
@@ -151,6 +185,15 @@ class DecodeCompute:
             self._fill(lane)
         if self._running:
             self._step_lanes()
+        # Soon, because the next job may begin with the same; but no step waits for all of it.
+        until_us = now_us() + STORING_US
+        while self._storing and now_us() < until_us:
+            self._store_one(self._storing[0])
+        if self._files is not None and self._files.busy:
+            self._files.work()
+
+    def _start_file(self, command: Any) -> None:
+        self._files.start(command)
 
     def _sample_first(self, command: ev.SampleFirst) -> None:
         record = command.record
@@ -172,27 +215,48 @@ class DecodeCompute:
         return self._samplers[job_id]
 
     def _start_import(self, command: ImportFrom) -> None:
+        self._finish_storing(command.lane)
+        if command.sampling is not None:
+            self._sampler(command.job_id, command.sampling)
         work = self._import(command)
         self._filling[command.lane] = _Filling(command.job_id, work)
 
     def _import(self, command: ImportFrom) -> Iterator[None]:
-        kv = KvImport(command.view, command.slot_layout, command.record, self._engine, command.lane)
+        kv = KvImport(
+            command.source,
+            command.record,
+            self._engine,
+            command.lane,
+            command.send_from,
+        )
         try:
-            for _ in kv.pieces():
+            if command.send_from:
+                yield from kv.prefix(self._store, command.places)
+            for _ in kv.pieces() if kv.code is None else ():
                 self._hooks.at("import.piece")
                 yield
         except Exception as error:
             kv.code, kv.detail = ErrorCode.ENGINE_ERROR, self._explain(error, command.job_id)
         decoding = kv.code is None and command.job_id in self._samplers
         if decoding:
-            self._running[command.lane] = _Running(command.job_id, command.token_id)
+            known_token = command.known_token
+            self._running[command.lane] = _Running(command.job_id, command.token_id, known_token=known_token)
         self._mailbox.put(
             ev.ImportEnded(
-                command.job_id, command.lane, kv.code, kv.detail, kv.copy_us, kv.digest_us, decoding
+                command.job_id,
+                command.lane,
+                kv.code,
+                kv.detail,
+                kv.copy_us,
+                kv.digest_us,
+                kv.convert_us,
+                decoding,
+                kv.corrupt_place,
             )
         )
 
     def _start_local_prefill(self, command: ev.StartLocalPrefill) -> None:
+        self._finish_storing(command.lane)
         work = self._local_prefill(command)
         self._filling[command.lane] = _Filling(command.job_id, work)
 
@@ -200,18 +264,35 @@ class DecodeCompute:
         prompt = np.frombuffer(command.prompt, dtype="<i4").astype(np.int64)
         sampler = self._sampler(command.job_id, command.sampling)
         busy_us = 0
-        logits = None
-        for start, end in chunk_bounds(0, len(prompt), self._engine.capabilities.chunk_tokens):
+        logits = corrupt_place = None
+        first = command.cached_tokens
+        try:
+            yield from copy_blocks(self._store, command.places, first, self._engine, command.lane)
+        except BlockCorrupt as error:
+            first, corrupt_place = 0, error.place
+        for start, end in chunk_bounds(first, len(prompt), self._engine.capabilities.chunk_tokens):
             self._hooks.at("local.chunk")
             started_us = now_us()
-            logits = self._engine.prefill_chunk(command.lane, prompt, start, end)
+            logits = self._prefill_chunk(command.lane, prompt, start, end)
             busy_us += now_us() - started_us
             if end < len(prompt):
                 self._mailbox.put(ev.LocalChunkComputed(command.job_id, command.lane))
                 yield
         sampled = None if command.keep_token else sampler.sample(logits)
         token_id, reason = (None, None) if sampled is None else (sampled.token_id, sampled.finish_reason)
-        self._mailbox.put(ev.LocalPrefillEnded(command.job_id, command.lane, token_id, reason, busy_us))
+        self._mailbox.put(
+            ev.LocalPrefillEnded(
+                command.job_id, command.lane, token_id, reason, busy_us, first, corrupt_place
+            )
+        )
+
+    def _prefill_chunk(self, lane: int, prompt: np.ndarray, start: int, end: int) -> np.ndarray | None:
+        engine = self._engine
+        if engine.capabilities.local_prefill:
+            return engine.prefill_chunk(lane, prompt, start, end)
+        # A prompt of one token, whose prefill node answers no logits: there is nothing to prefill.
+        engine.set_length(lane, start)
+        return engine.step([lane], [int(prompt[start])])[0]
 
     def _fill(self, lane: int) -> None:
         filling = self._filling[lane]
@@ -231,6 +312,7 @@ class DecodeCompute:
         if self._running.pop(command.lane, None) is not None:
             self._idle_since_us[command.lane] = now_us()
         self._filling.pop(command.lane, None)
+        self._finish_storing(command.lane)
         self._engine.set_length(command.lane, 0)
         self._mailbox.put(ev.LaneStopped(command.lane))
 
@@ -239,6 +321,32 @@ class DecodeCompute:
         # A job that ended while its copy did has begun to decode; StopLane follows.
         for lane in [lane for lane, item in self._running.items() if item.job_id == command.job_id]:
             self._end_decode(lane)
+
+    def _store_blocks(self, command: StoreBlocks) -> None:
+        self._storing.append(_Storing(command.holder, deque(command.stores)))
+
+    def _finish_storing(self, lane: int) -> None:
+        """The lane's KV is about to change: copy what is still to be copied from there."""
+        for storing in [item for item in self._storing if item.lane == lane]:
+            while storing in self._storing:
+                self._store_one(storing)
+
+    def _store_one(self, storing: _Storing) -> None:
+        """Copy one block of a lane to the prefix cache."""
+        block = storing.left.popleft()
+        tokens, layers = self._store.block_shape[2], self._store.block_shape[0]
+        start = block.start_tokens
+        if not storing.left:
+            self._storing.remove(storing)
+        try:
+            self._store.write(
+                block.place, self._engine.read_kv(storing.lane, 0, layers, start, start + tokens)
+            )
+        except Exception as error:
+            self._explain(error, f"lane {storing.lane}")
+            self._mailbox.put(BlocksStored((), (block.entry_id,)))
+        else:
+            self._mailbox.put(BlocksStored((block.entry_id,), ()))
 
     def _step_lanes(self) -> None:
         lanes = sorted(self._running)
@@ -262,6 +370,9 @@ class DecodeCompute:
         return f"{type(error).__name__}: {error}"
 
     def _take_token(self, row: np.ndarray, lane: int, item: _Running, started_us: int) -> None:
+        if item.known_token is not None:
+            item.token_id, item.known_token = item.known_token, None
+            return
         try:
             sampled = self._samplers[item.job_id].sample(row)
         except ValueError as error:

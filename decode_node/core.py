@@ -12,8 +12,10 @@ from typing import Any
 
 from common.errors import ErrorCode, ExitStatus
 from common.lifecycle import JobState
-from common.messages import StatusReply, StatusRequest
+from common.messages import CacheOrder, StatusReply, StatusRequest
+from common.prefix_commands import BlocksStored, CacheFileEnded, CacheHeadsRead
 from decode_node import events as ev
+from decode_node.cache_orders import CacheOrders
 from decode_node.compute_watch import ComputeWatch
 from decode_node.desk import JobDesk
 from decode_node.handoff import Handoff
@@ -21,10 +23,12 @@ from decode_node.invariants import check_decode_core
 from decode_node.jobs import Job
 from decode_node.lane_work import LaneWork
 from decode_node.lanes import Lanes
+from decode_node.prefix_cache import PrefixCache
 from decode_node.scheduler import Decision, ImportInto, PrefillLocally, Route, Scheduler, SendPrefill
 from decode_node.settings import DecodeSettings
 from decode_node.status import decode_status
 from decode_node.workers import Workers
+from transport.bulk import ChunksLanded, PiecesMoved
 
 
 class DecodeCore:
@@ -43,10 +47,16 @@ class DecodeCore:
         self.scheduler = Scheduler(route)
         self.lanes = Lanes(route.slots)
         self.workers = Workers(route.prefill_workers, settings.dead_after_ms)
-        self.desk = JobDesk(settings, self.scheduler, self.workers, self.lanes, new_session_id, new_job_id)
+        self.cache = PrefixCache(settings.prefix)
+        parts = self.scheduler, self.workers, self.lanes, self.cache
+        self.desk = JobDesk(settings, *parts, new_session_id, new_job_id)
         self.watch = ComputeWatch(settings.stall_ms, self.lanes)
-        self.lane_work = LaneWork(self.desk, self.lanes, self.watch)
-        self.handoff = Handoff(settings, route, self.scheduler, self.workers, self.desk, self.lane_work)
+        self.lane_work = LaneWork(self.desk, self.lanes, self.watch, self.cache)
+        self.handoff = Handoff(
+            settings, route, self.scheduler, self.workers, self.desk, self.lane_work, self.cache
+        )
+        has_files = settings.prefix is not None and settings.prefix.files
+        self.cache_orders = CacheOrders(self.cache, self.desk.clients, has_files)
         self._drain_deadline_ms: int | None = None
         self._exited = False
         self._handlers = self._handler_table()
@@ -66,6 +76,8 @@ class DecodeCore:
             ev.WorkerLost: self.handoff.on_worker_lost,
             ev.WorkerSuspected: self.workers.on_suspected,
             ev.WorkerMessage: self.handoff.on_worker_message,
+            ChunksLanded: self.handoff.on_kv_landed,
+            PiecesMoved: self.workers.on_kv_moved,
             ev.FirstTokenSampled: self.handoff.on_first_token,
             ev.LogitsRefused: self.handoff.on_logits_refused,
             ev.ImportEnded: self.handoff.on_import_ended,
@@ -74,6 +86,9 @@ class DecodeCore:
             ev.TokenSampled: self.lane_work.on_token,
             ev.LaneStopped: self.lane_work.on_lane_stopped,
             ev.LaneFailed: self.lane_work.on_lane_failed,
+            BlocksStored: self.cache.on_stored,
+            CacheHeadsRead: self.cache_orders.on_heads_read,
+            CacheFileEnded: self.cache_orders.on_ended,
             ev.StopRequested: self._on_stop_requested,
             ev.TimePassed: self._on_time_passed,
         }
@@ -106,7 +121,7 @@ class DecodeCore:
     def idle(self) -> bool:
         """Nothing is held, owed, copied or generated."""
         lanes_idle = self.lanes.free_count == self.lanes.count
-        return not self.desk.live() and lanes_idle and self.workers.idle
+        return not self.desk.live() and lanes_idle and self.workers.idle and self.cache_orders.idle
 
     @property
     def accepting(self) -> bool:
@@ -134,6 +149,8 @@ class DecodeCore:
     def _on_client_message(self, event: ev.ClientMessage, now_ms: int) -> list[Any]:
         if isinstance(event.message, StatusRequest):
             return [ev.SendToClient(event.session, StatusReply(self.status(now_ms)))]
+        if isinstance(event.message, CacheOrder):
+            return self.cache_orders.on_order(event.session, event.message, self.desk.draining)
         return self.desk.on_message(event.session, event.message, now_ms)
 
     def _on_worker_opened(self, event: ev.WorkerOpened, now_ms: int) -> list[Any]:

@@ -28,6 +28,7 @@ from decode_node import events as ev
 from decode_node.clients import Clients
 from decode_node.jobs import Job
 from decode_node.lanes import Lane, Lanes
+from decode_node.prefix_cache import PrefixCache
 from decode_node.scheduler import Scheduler
 from decode_node.settings import DecodeSettings
 from decode_node.timers import Timers
@@ -46,6 +47,7 @@ class JobDesk:
         scheduler: Scheduler,
         workers: Workers,
         lanes: Lanes,
+        cache: PrefixCache,
         new_session_id: Callable[[], str],
         new_job_id: Callable[[], str],
     ) -> None:
@@ -53,6 +55,7 @@ class JobDesk:
         self._scheduler = scheduler
         self._workers = workers
         self._lanes = lanes
+        self._cache = cache
         self._new_session_id = new_session_id
         self._new_job_id = new_job_id
         self._jobs: dict[str, Job] = {}
@@ -142,6 +145,8 @@ class JobDesk:
             return [self._rejected(session, submit.label, *refusal)]
         self._arrivals += 1
         job = Job(self._new_job_id(), session, submit.label, self._arrivals, now_ms, now_ms)
+        job.cache_salt = submit.cache_salt
+        self._cache.name_root(job)
         self._jobs[job.job_id] = job
         self.clients.add(session, submit.label, job.job_id)
         self.waiting_count += 1
@@ -158,6 +163,7 @@ class JobDesk:
         if job is None:
             return []
         job.prompt, job.prompt_digest, job.sampling = event.prompt, event.prompt_digest, event.sampling
+        job.shorter_digest = event.shorter_digest
         job.advance(JobEvent.ACCEPTED, now_ms)
         self._scheduler.enqueue(job)
         self.counters["jobs_accepted"] += 1
@@ -234,10 +240,16 @@ class JobDesk:
 
     def _finish(self, job: Job, reason: str, now_ms: int) -> list[Any]:
         self.counters["jobs_finished"] += 1
-        effects = self._retire(job, "finished", now_ms)
+        kept = self._kept(job)
+        effects = kept + self._retire(job, "finished", now_ms)
         finished = Finished(job.label, reason, job.path, job.usage(), job.timings())
         report = ev.ReportEnd(job.job_id, finished, "finished")
         return [*effects, ev.SendToClient(job.client, finished), report]
+
+    def _kept(self, job: Job) -> list[Any]:
+        """KV of a job that a stop string has ended is still in its lane."""
+        decoding = job.lane is not None and self._lanes[job.lane].state is LaneState.DECODING
+        return self._cache.keep(job, self._lanes[job.lane]) if decoding else []
 
     def _retire(self, job: Job, cause: str, now_ms: int) -> list[Any]:
         """The one way out: release everything the job holds, and forget it. The caller answers the client.
@@ -249,6 +261,7 @@ class JobDesk:
         job.advance(JobEvent.RETIRED, now_ms)
         del self._jobs[job.job_id]
         self.timers.cancel(job.job_id, "job")
+        self._cache.let_go(job)
         self.clients.remove(job.client, job.label)
         effects = self.detach(job, cause, now_ms) + self._leave_lane(job)
         return [*effects, ev.ForgetJob(job.job_id, job.known_to_compute)]

@@ -89,12 +89,16 @@ class WorkerMessage:
 
 @dataclass(frozen=True, slots=True)
 class SubmissionPrepared:
-    """The text thread has validated and tokenised a job. `prompt`: int32 little-endian ids."""
+    """The text thread has validated and tokenised a job.
+
+    prompt: int32 little-endian ids. shorter_digest: that of all of them but the last.
+    """
 
     job_id: str
     prompt: bytes
     prompt_digest: str
     sampling: SamplingParams
+    shorter_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +155,8 @@ class LogitsRefused:
 class ImportEnded:
     """The copy into a lane has ended; `code` is None when every digest and the epoch matched.
 
+    corrupt_place: the place of the prefix cache that did not hold what was put there.
+
     decoding: compute goes on to decode in the lane, which it does unless the copy was bad or it was told to
     forget the job.
     """
@@ -161,7 +167,9 @@ class ImportEnded:
     detail: str
     copy_us: int
     digest_us: int
+    convert_us: int
     decoding: bool
+    corrupt_place: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +182,19 @@ class LocalChunkComputed:
 
 @dataclass(frozen=True, slots=True)
 class LocalPrefillEnded:
-    """A local prefill is done. token_id is None when the job kept a token it already had."""
+    """A local prefill is done. token_id is None when the job kept a token it already had.
+
+    cached_tokens: how much of the prompt was not computed. corrupt_place: see ImportEnded; all of it was
+    computed then.
+    """
 
     job_id: str
     lane: int
     token_id: int | None
     finish_reason: str | None
     busy_us: int
+    cached_tokens: int = 0
+    corrupt_place: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +283,7 @@ class LeaveWorkers:
 
 
 @dataclass(frozen=True, slots=True)
-class UnmapSlab:
+class ClosePlane:
     """No slot of that ended session is read any more: close its mapping."""
 
     session: str
@@ -323,6 +337,9 @@ class SampleFirst:
 class StartImport:
     """Compute: copy a slot into a lane, verify it, and decode from `token_id` on if it is good.
 
+    The first `send_from` tokens are copied from `places` of the prefix cache instead. With `sampling`,
+    `token_id` is the prompt's last token, and the first step tells the first token of the answer, unless
+    that is `known_token` already.
     Answered by ImportEnded, then as StartDecode is. Compute does not wait for another word in between: the
     lane would stand idle while the loop is busy with the end of the job before.
     """
@@ -332,13 +349,18 @@ class StartImport:
     session: str
     record: PrefillDone
     token_id: int
+    send_from: int = 0
+    places: tuple[int, ...] = ()
+    sampling: SamplingParams | None = None
+    known_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StartLocalPrefill:
     """Compute: prefill in a lane. Answered by LocalPrefillEnded or LaneFailed, chunks in between.
 
-    keep_token: the job has its first token already, do not sample another.
+    keep_token: the job has its first token already, do not sample another. The first `cached_tokens` are
+    copied from `places` of the prefix cache.
     """
 
     job_id: str
@@ -346,6 +368,8 @@ class StartLocalPrefill:
     prompt: bytes
     sampling: SamplingParams
     keep_token: bool
+    cached_tokens: int = 0
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

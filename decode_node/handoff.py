@@ -8,17 +8,20 @@ the reservation that a completion names.
 
 from typing import Any
 
+from common.compatibility import wire_layout
 from common.errors import ErrorCode, check
 from common.lifecycle import JobEvent, LaneEvent
-from common.messages import PrefillDone, PrefillFailed
+from common.messages import NodeProfile, PrefillDone, PrefillFailed
 from decode_node import events as ev
 from decode_node.desk import JobDesk
 from decode_node.jobs import Job
 from decode_node.lane_work import LaneWork
-from decode_node.record import record_problem
+from decode_node.prefix_cache import PrefixCache
+from decode_node.record import Expected, record_problem
 from decode_node.scheduler import ImportInto, Route, Scheduler, SendPrefill
 from decode_node.settings import DecodeSettings
 from decode_node.workers import Workers
+from transport.bulk import ChunksLanded
 
 COUNTERS = ("remote_imports", "prefetches", "kv_refused", "prefill_retries")
 # What a prefill node says about a failure that its client can make more of than of PREFILL_ERROR.
@@ -36,6 +39,7 @@ class Handoff:
         workers: Workers,
         desk: JobDesk,
         lane_work: LaneWork,
+        cache: PrefixCache,
     ) -> None:
         self._settings = settings
         self._route = route
@@ -43,6 +47,7 @@ class Handoff:
         self._workers = workers
         self._desk = desk
         self._lane_work = lane_work
+        self._cache = cache
         self._lanes = lane_work.lanes
         self._watch = lane_work.watch
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -54,13 +59,40 @@ class Handoff:
             detail = f"{job.total_tokens} tokens do not fit this pair's limit of {self._desk.token_limit}"
             return self._desk.fail(job, ErrorCode.CONTEXT_LENGTH_EXCEEDED, detail, now_ms)
         worker = self._workers.of(decision.slot.session)
+        prompt = self._handed_prompt(job, worker.profile)
         job.reservation, effects = worker.send_prefill(
-            decision.slot, job.job_id, job.prompt, job.prompt_digest, budget_ms, now_ms
+            decision.slot,
+            job.job_id,
+            prompt,
+            job.expected.prompt_digest,
+            budget_ms,
+            now_ms,
+            job.expected.send_from,
+            job.cache_digest,
         )
         self._desk.leave_queue(job, JobEvent.PREFILL_SENT, now_ms)
         self._desk.timers.set(now_ms + budget_ms, job.job_id, "prefill")
         self.counters["prefetches"] += decision.prefetch
         return effects
+
+    def _handed_prompt(self, job: Job, profile: NodeProfile) -> bytes:
+        """What is sent of the prompt, and from now on expected of the record.
+
+        An engine without logits gets all but the last token, which the lane will compute.
+        """
+        prompt, digest = job.prompt, job.prompt_digest
+        if not profile.answers_logits:
+            prompt = prompt[:-4]
+            digest = job.shorter_digest
+        token_count = len(prompt) // 4
+        job.expected = Expected(
+            digest,
+            token_count,
+            min(self._cache.hold(job), token_count - 1),
+            wire_layout(profile).token_bytes,
+            profile.vocab_size if profile.answers_logits else 0,
+        )
+        return prompt
 
     def start_import(self, decision: ImportInto, now_ms: int) -> list[Any]:
         """Carry out the scheduler's word."""
@@ -69,8 +101,21 @@ class Handoff:
         self._workers.holder(job.reservation).import_started(job.reservation, now_ms)
         self._lane_work.occupy(job, lane, LaneEvent.IMPORT_STARTED)
         job.advance(JobEvent.IMPORT_STARTED, now_ms)
-        session = job.reservation.session
-        return [ev.StartImport(job.job_id, lane.index, session, job.record, job.first_token)]
+        self._cache.move_to(lane, job)
+        places = () if lane.prefix is None else lane.prefix.places
+        told = job.expected.vocab_size > 0
+        start = ev.StartImport(
+            job.job_id,
+            lane.index,
+            job.reservation.session,
+            job.record,
+            job.first_token if told else job.last_prompt_token,
+            job.expected.send_from,
+            places,
+            None if told else job.sampling,
+            None if told else job.first_token,
+        )
+        return [start]
 
     def on_worker_lost(self, event: ev.WorkerLost, now_ms: int) -> list[Any]:
         worker = self._workers.get(event.worker)
@@ -78,8 +123,12 @@ class Handoff:
         for job_id in lost:
             job = self._owner(job_id)
             job.reservation = None
-            detail = f"prefill node {worker.name} was lost while it computed this prompt ({event.cause})"
-            effects += self._prefill_failed(job, ErrorCode.PEER_LOST, detail, now_ms)
+            detail = f"prefill node {worker.name} was lost before this prompt's KV was here ({event.cause})"
+            if job.sampling_first:
+                # Its logits are verified: what comes of them decides whether there is a token to keep.
+                job.lost = ErrorCode.PEER_LOST, detail
+            else:
+                effects += self._prefill_failed(job, ErrorCode.PEER_LOST, detail, now_ms)
         return effects
 
     def on_worker_message(self, event: ev.WorkerMessage, now_ms: int) -> list[Any]:
@@ -88,45 +137,67 @@ class Handoff:
             return effects
         job = self._owner(completion.job_id)
         if isinstance(completion.message, PrefillDone):
-            return effects + self._on_record(job, completion.message, now_ms)
+            return effects + self._on_record(job, completion.message, completion.kv_here, now_ms)
         return effects + self._on_failure(job, completion.message, now_ms)
+
+    def on_kv_landed(self, event: ChunksLanded, now_ms: int) -> list[Any]:
+        job_id, effects = self._workers.kv_landed(event, now_ms)
+        if job_id is not None:
+            job = self._desk.get(job_id)
+            job.kv_here = True
+            # Its record was here first: what came after that was not hidden behind anything.
+            job.transfer_exposed_us += 1_000 * (now_ms - job.since_ms)
+        return effects
 
     def on_first_token(self, event: ev.FirstTokenSampled, now_ms: int) -> list[Any]:
         self._watch.answered(now_ms, event.job_id)
         job = self._desk.get(event.job_id)
         if job is None:
             return []
+        job.sampling_first = False
         job.first_token = event.token_id
+        self._cache.note(job, event.token_id)
         effects: list[Any] = [self._desk.push(job, event.token_id, event.finish_reason, now_ms)]
         if event.finish_reason is not None:
             job.advance(JobEvent.LAST_TOKEN, now_ms)
-            effects += self._desk.detach(job, "finished at its first token", now_ms)
-        return effects
+            return effects + self._desk.detach(job, "finished at its first token", now_ms)
+        return effects + self._fail_if_lost(job, now_ms)
 
     def on_logits_refused(self, event: ev.LogitsRefused, now_ms: int) -> list[Any]:
         self._watch.answered(now_ms, event.job_id)
         job = self._desk.get(event.job_id)
-        return [] if job is None else self._kv_refused(job, event.code, event.detail, now_ms)
+        if job is None:
+            return []
+        job.sampling_first, job.lost = False, None
+        return self._kv_refused(job, event.code, event.detail, now_ms)
 
     def on_import_ended(self, event: ev.ImportEnded, now_ms: int) -> list[Any]:
         self._watch.answered(now_ms)
         lane = self._lanes[event.lane]
         effects = self._workers.holder(lane.reservation).copy_ended(lane.reservation, now_ms)
         lane.reservation = None
+        if event.corrupt_place is not None:
+            self._cache.forget(lane, event.corrupt_place)
+        self._cache.let_go(lane)
         job = self._desk.get(event.job_id)
         self._lanes.advance(lane, LaneEvent.DECODE_STARTED if event.decoding else LaneEvent.VACATED)
         if job is None:
             return effects + (self._desk.stop_lane(lane) if event.decoding else [])
         job.reservation = None
         job.copy_us, job.digest_us = event.copy_us, event.digest_us
+        job.convert_us += event.convert_us
         if event.code is not None:
             job.lane = None
             self.counters["kv_refused"] += 1
+            if event.corrupt_place is not None:
+                self._desk.requeue(job, now_ms)  # no fault of the prefill node, and it cannot come again
+                return effects
             return effects + self._prefill_failed(job, event.code, event.detail, now_ms)
         check(event.decoding, "compute forgot a job that lives")
         self.counters["remote_imports"] += 1
+        job.cached_tokens_decode = job.expected.send_from
         self._lane_work.decode_started(job, now_ms)
-        return effects
+        return effects + self._cache.keep(job, lane, job.expected.token_count)
 
     def on_timeout(self, job: Job, now_ms: int) -> list[Any]:
         """`--prefill-timeout-ms` has passed since the job's PREFILL."""
@@ -143,17 +214,28 @@ class Handoff:
         self._desk.timers.cancel(job_id, "prefill")
         return job
 
-    def _on_record(self, job: Job, record: PrefillDone, now_ms: int) -> list[Any]:
-        job.record = record
+    def _fail_if_lost(self, job: Job, now_ms: int) -> list[Any]:
+        """The KV of a job was lost while its first token was sampled: now the policy decides."""
+        if job.lost is None:
+            return []
+        (code, detail), job.lost = job.lost, None
+        return self._prefill_failed(job, code, detail, now_ms)
+
+    def _on_record(self, job: Job, record: PrefillDone, kv_here: bool, now_ms: int) -> list[Any]:
+        job.record, job.kv_here = record, kv_here
         job.prefill_queue_us, job.prefill_busy_us = record.queue_us, record.compute_us
+        job.cached_tokens_prefill = record.cached_tokens
+        job.convert_us = record.convert_us
+        job.transfer_us, job.transfer_exposed_us = record.transfer_us, record.transfer_exposed_us
         job.advance(JobEvent.RECORD_ARRIVED, now_ms)
-        problem = record_problem(record, job, self._settings)
+        problem = record_problem(record, job.expected)
         if problem is not None:
             return self._kv_refused(job, ErrorCode.KV_CORRUPT, problem, now_ms)
         self._scheduler.hold(job)
-        if job.keep_token:
+        if job.keep_token or not job.expected.vocab_size:
             return []  # of an earlier attempt, and the client may have it: these logits are not wanted
         self._watch.asked_to_sample(job.job_id)
+        job.sampling_first = True
         return [ev.SampleFirst(job.job_id, record, job.sampling)]
 
     def _on_failure(self, job: Job, failure: PrefillFailed, now_ms: int) -> list[Any]:

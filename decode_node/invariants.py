@@ -33,6 +33,10 @@ def check_decode_core(core: "DecodeCore") -> None:
             check(slot is not None and slot.job_id == job.job_id, "INV-2: a job without its slot")
         if job.lane is not None:
             check(lanes[job.lane].job_id == job.job_id, "INV-2: a job without its lane")
+    core.cache.check()
+    if core.cache.on:
+        holders = sum(each.prefix is not None for each in (*jobs, *lanes)) + core.cache_orders.lock_count
+        check(core.cache.index.status()["locks"] == holders, "INV-4: a prefix is locked for nobody")
     for ledger in ledgers:
         for slot in (*ledger.slots(), *ledger.survivors()):
             if slot.state in (SlotState.PRODUCING, SlotState.READY):

@@ -6,9 +6,13 @@ text or sampler state; those live with the threads that use them, under the job'
 
 from dataclasses import dataclass, field
 
+from common.client_messages import Timings, Usage
+from common.errors import ErrorCode
 from common.lifecycle import JOB_TRANSITIONS, JobEvent, JobState, advance
-from common.messages import PrefillDone, Timings, Usage
+from common.messages import PrefillDone
+from common.prefix_index import HeldPrefix
 from common.sampling import SamplingParams
+from decode_node.record import Expected
 from decode_node.slots import Reservation
 
 
@@ -18,8 +22,11 @@ class Job:
 
     order: its place in the queue, kept when it comes back. text_pending: tokens pushed to the text thread
     that it has not accounted for yet. text_moved_ms: when the first of them came, or the text thread last
-    answered. keep_token: its first token was emitted, a later prefill must not
-    sample another.
+    answered. keep_token: its first token was emitted, a later prefill must not sample another. kv_here: its
+    slot is READY. sampling_first: its first token is being sampled. lost: why its KV will not come; the
+    policy decides once that token is known. cache_digest, prefix: whose KV it may share, and what it holds of
+    the prefix cache. expected: what its production was asked for. generated: ids sampled so far, kept
+    where there is a prefix cache.
     """
 
     job_id: str
@@ -29,11 +36,22 @@ class Job:
     arrival_ms: int
     since_ms: int
     state: JobState = JobState.TOKENIZING
+    cache_salt: str | None = None
+    cache_digest: bytes = b""
+    prefix: HeldPrefix | None = None
+    expected: Expected | None = None
+    cached_tokens_decode: int = 0
+    cached_tokens_prefill: int = 0
+    generated: list[int] = field(default_factory=list)
     prompt: bytes = b""
     prompt_digest: str = ""
+    shorter_digest: str = ""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     reservation: Reservation | None = None
     record: PrefillDone | None = None
+    kv_here: bool = False
+    sampling_first: bool = False
+    lost: tuple[ErrorCode, str] | None = None
     lane: int | None = None
     first_token: int | None = None
     force_local: bool = False
@@ -51,10 +69,17 @@ class Job:
     copy_us: int = 0
     digest_us: int = 0
     lane_gap_us: int | None = None
+    convert_us: int = 0
+    transfer_us: int = 0
+    transfer_exposed_us: int = 0
 
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt) // 4
+
+    @property
+    def last_prompt_token(self) -> int:
+        return int.from_bytes(self.prompt[-4:], "little")
 
     @property
     def total_tokens(self) -> int:
@@ -72,9 +97,12 @@ class Job:
 
     @property
     def importable(self) -> bool:
-        """Prefilled, its first token is known, and no stop string can still end the job at that token."""
+        """Prefilled, all KV is here, its first token is known, and no stop string can still end the job at
+        that token. Without logits the lane will tell the first token."""
         decided = self.text_pending == 0 or not self.sampling.stop
-        return self.state is JobState.PREFILLED and self.first_token is not None and decided
+        told = self.expected is not None and not self.expected.vocab_size
+        known = (self.first_token is not None and decided) or told
+        return self.state is JobState.PREFILLED and self.kv_here and known
 
     def advance(self, event: JobEvent, now_ms: int) -> None:
         """Follow the table and book the time spent in the state that ends."""
@@ -84,7 +112,12 @@ class Job:
         self.since_ms = now_ms
 
     def usage(self) -> Usage:
-        return Usage(self.prompt_tokens, self.completion_tokens)
+        return Usage(
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.cached_tokens_decode,
+            self.cached_tokens_prefill,
+        )
 
     def timings(self) -> Timings:
         """Where the time of an ended job went; the stages sum to the total."""
@@ -98,4 +131,7 @@ class Job:
             copy_us=self.copy_us,
             digest_us=self.digest_us,
             lane_gap_us=self.lane_gap_us,
+            convert_us=self.convert_us,
+            transfer_us=self.transfer_us,
+            transfer_exposed_us=self.transfer_exposed_us,
         )

@@ -8,43 +8,97 @@ corruption, the epoch tells that the slot was given to somebody else meanwhile.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
+from common.block_store import BlockCorrupt, BlockStore
 from common.clock import now_us
 from common.engines.interface import DecodeEngine
 from common.errors import ErrorCode
+from common.kv_convert import KvConverter
 from common.kv_layout import KvLayout, chunk_bounds
 from common.messages import PrefillDone
+from transport.landing import Landing
 from transport.slab import SlabView
 
 PIECE_BYTES = 512 * 1024
-_NUMPY_TYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "uint8": "u1"}
+
+
+def copy_blocks(
+    store: BlockStore, places: tuple[int, ...], tokens: int, engine: DecodeEngine, lane: int
+) -> Iterator[None]:
+    """Copy the first `tokens` of a prompt from the prefix cache into a lane, one block per `next`.
+
+    Raises `BlockCorrupt` for a place that does not hold what was put there.
+    """
+    start = 0
+    for place in places:
+        block = store.read(place).view(engine.capabilities.layout.numpy_dtype)
+        count = min(block.shape[2], tokens - start)
+        if count <= 0:
+            return
+        engine.write_kv(lane, 0, start, block[:, :, :count])
+        start += count
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """Where the KV of one session is read, how it lies there, and what makes it the engine's own."""
+
+    view: SlabView | Landing
+    layout: KvLayout
+    converter: KvConverter
 
 
 class KvImport:
-    """One copy from (slot, epoch) into a lane. `code` is None while nothing is wrong."""
+    """One copy from (slot, epoch) into a lane. `code` is None while nothing is wrong.
+
+    corrupt_place: the place of the prefix cache that was damaged.
+    """
 
     def __init__(
-        self, view: SlabView, slot_layout: KvLayout, record: PrefillDone, engine: DecodeEngine, lane: int
+        self,
+        source: KvSource,
+        record: PrefillDone,
+        engine: DecodeEngine,
+        lane: int,
+        send_from: int = 0,
     ) -> None:
-        self._view = view
-        self._layout = slot_layout
+        self._view = source.view
+        self._layout = source.layout
+        self._converter = source.converter
         self._record = record
+        self._send_from = send_from
         self._engine = engine
         self._lane = lane
         self.code: ErrorCode | None = None
         self.detail = ""
+        self.corrupt_place: int | None = None
         self.copy_us = 0
         self.digest_us = 0
+        self.convert_us = 0
+
+    def prefix(self, store: BlockStore, places: tuple[int, ...]) -> Iterator[None]:
+        """Copy what need not come from the slot, one block per `next`; before `pieces`."""
+        started_us = now_us()
+        try:
+            for _ in copy_blocks(store, places, self._send_from, self._engine, self._lane):
+                self.copy_us += now_us() - started_us
+                yield
+                started_us = now_us()
+        except BlockCorrupt as error:
+            self.corrupt_place = error.place
+            self._refuse(ErrorCode.KV_CORRUPT, str(error))
 
     def pieces(self) -> Iterator[None]:
         """Copy one piece per `next`; ends when the copy has ended, well or not."""
         record, layout = self._record, self._layout
-        dtype = np.dtype(_NUMPY_TYPES[layout.dtype])
+        dtype = np.dtype(layout.numpy_dtype)
         slot = np.frombuffer(self._view.slot(record.slot), dtype=dtype).reshape(layout.shape)
-        bounds = chunk_bounds(0, record.token_count, record.chunk_tokens)
+        bounds = chunk_bounds(self._send_from, record.token_count, record.chunk_tokens)
         for (start, end), digest in zip(bounds, record.chunk_digests, strict=True):
             hasher = xxhash.xxh3_128()
             for first, last in self._layer_groups(end - start):
@@ -72,9 +126,12 @@ class KvImport:
         copied_us = now_us()
         hasher.update(piece)
         digested_us = now_us()
+        piece = self._converter.convert(piece)
+        converted_us = now_us()
         self._engine.write_kv(self._lane, layer, start, piece)
-        self.copy_us += copied_us - started_us + now_us() - digested_us
+        self.copy_us += copied_us - started_us + now_us() - converted_us
         self.digest_us += digested_us - copied_us
+        self.convert_us += converted_us - digested_us
 
     def _refuse_stale(self) -> bool:
         """Refuse the copy if the slot belongs to somebody else by now; whether it does."""

@@ -15,14 +15,16 @@ from decode_node.compute_watch import ComputeWatch
 from decode_node.desk import JobDesk
 from decode_node.jobs import Job
 from decode_node.lanes import Lane, Lanes
+from decode_node.prefix_cache import PrefixCache
 from decode_node.scheduler import PrefillLocally
 
 
 class LaneWork:
     """The lanes' side of all jobs."""
 
-    def __init__(self, desk: JobDesk, lanes: Lanes, watch: ComputeWatch) -> None:
+    def __init__(self, desk: JobDesk, lanes: Lanes, watch: ComputeWatch, cache: PrefixCache) -> None:
         self._desk = desk
+        self._cache = cache
         self.lanes = lanes
         self.watch = watch
         self.counters = {"local_prefill_tokens": 0}
@@ -32,7 +34,13 @@ class LaneWork:
         job, lane = decision.job, decision.lane
         self.occupy(job, lane, LaneEvent.PREFILL_STARTED)
         self._desk.leave_queue(job, JobEvent.LOCAL_PREFILL_STARTED, now_ms)
-        return [ev.StartLocalPrefill(job.job_id, lane.index, job.prompt, job.sampling, job.keep_token)]
+        cached_tokens = self._cache.hold(job)
+        self._cache.move_to(lane, job)
+        places = () if lane.prefix is None else lane.prefix.places
+        start = ev.StartLocalPrefill(
+            job.job_id, lane.index, job.prompt, job.sampling, job.keep_token, cached_tokens, places
+        )
+        return [start]
 
     def occupy(self, job: Job, lane: Lane, event: LaneEvent) -> None:
         """The job takes a free lane."""
@@ -50,21 +58,29 @@ class LaneWork:
 
     def on_local_prefill_ended(self, event: ev.LocalPrefillEnded, now_ms: int) -> list[Any]:
         self.watch.answered(now_ms)
+        lane = self.lanes[event.lane]
+        if event.corrupt_place is not None:
+            self._cache.forget(lane, event.corrupt_place)
+        self._cache.let_go(lane)
         job = self._desk.get(event.job_id)
         if job is None:
             return []  # its lane is STOPPING, LaneStopped follows
-        lane = self.lanes[event.lane]
         job.path = "local"
         job.prefill_busy_us += event.busy_us
-        self.counters["local_prefill_tokens"] += job.prompt_tokens
+        job.cached_tokens_decode = event.cached_tokens
+        self.counters["local_prefill_tokens"] += job.prompt_tokens - job.cached_tokens_decode
         if event.token_id is None:
-            return self._start_decode(job, lane, now_ms)
+            return self._start_decode(job, lane, now_ms) + self._cache.keep(job, lane, job.prompt_tokens)
         job.first_token = event.token_id
+        self._cache.note(job, event.token_id)
         push = self._desk.push(job, event.token_id, event.finish_reason, now_ms)
         if event.finish_reason is None:
-            return [push, *self._start_decode(job, lane, now_ms)]
-        self._vacate(job, lane, now_ms)
-        return [push]
+            return [
+                push,
+                *self._start_decode(job, lane, now_ms),
+                *self._cache.keep(job, lane, job.prompt_tokens),
+            ]
+        return [push, *self._vacate(job, lane, now_ms)]
 
     def on_token(self, event: ev.TokenSampled, now_ms: int) -> list[Any]:
         self.watch.answered(now_ms)
@@ -74,14 +90,19 @@ class LaneWork:
         job.decode_busy_us += event.busy_us
         if event.lane_gap_us is not None:
             job.lane_gap_us = event.lane_gap_us
+        if job.first_token is None:
+            job.first_token = event.token_id
+        self._cache.note(job, event.token_id)
         push = self._desk.push(job, event.token_id, event.finish_reason, now_ms)
-        if event.finish_reason is not None:
-            self._vacate(job, self.lanes[event.lane], now_ms)
-        return [push]
+        if event.finish_reason is None:
+            return [push]
+        return [push, *self._vacate(job, self.lanes[event.lane], now_ms)]
 
     def on_lane_stopped(self, event: ev.LaneStopped, now_ms: int) -> list[Any]:
         self.watch.answered(now_ms)
-        self.lanes.advance(self.lanes[event.lane], LaneEvent.VACATED)
+        lane = self.lanes[event.lane]
+        self._cache.let_go(lane)
+        self.lanes.advance(lane, LaneEvent.VACATED)
         return []
 
     def on_lane_failed(self, event: ev.LaneFailed, now_ms: int) -> list[Any]:
@@ -89,7 +110,9 @@ class LaneWork:
         job = self._desk.get(event.job_id)
         if job is None:
             return []  # its lane is STOPPING, LaneStopped follows
-        self.lanes.advance(self.lanes[event.lane], LaneEvent.VACATED)
+        lane = self.lanes[event.lane]
+        self._cache.let_go(lane)
+        self.lanes.advance(lane, LaneEvent.VACATED)
         job.lane = None
         return self._desk.fail(job, ErrorCode.ENGINE_ERROR, event.detail, now_ms)
 
@@ -98,8 +121,10 @@ class LaneWork:
         self.decode_started(job, now_ms)
         return [ev.StartDecode(job.job_id, lane.index, job.first_token)]
 
-    def _vacate(self, job: Job, lane: Lane, now_ms: int) -> None:
+    def _vacate(self, job: Job, lane: Lane, now_ms: int) -> list[Any]:
         """The job has its last token; its lane is free while the text is flushed."""
+        kept = self._cache.keep(job, lane)
         self.lanes.advance(lane, LaneEvent.VACATED)
         job.lane = None
         job.advance(JobEvent.LAST_TOKEN, now_ms)
+        return kept

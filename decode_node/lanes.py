@@ -8,17 +8,22 @@ from dataclasses import dataclass
 
 from common.errors import check
 from common.lifecycle import LANE_TRANSITIONS, LaneEvent, LaneState, advance
+from common.prefix_index import HeldPrefix
 from decode_node.slots import Reservation
 
 
 @dataclass(slots=True)
 class Lane:
-    """One lane. job_id is None while FREE and STOPPING; reservation is the slot an import reads from."""
+    """One lane. job_id is None while FREE and STOPPING; reservation is the slot an import reads from.
+
+    prefix: what it holds of the prefix cache while it copies from there.
+    """
 
     index: int
     state: LaneState = LaneState.FREE
     job_id: str | None = None
     reservation: Reservation | None = None
+    prefix: HeldPrefix | None = None
 
 
 class Lanes:

@@ -8,38 +8,71 @@ slots or sessions, and never compute.
 from collections.abc import Iterator
 from typing import Any
 
-from common.compatibility import profile_of
+from common.block_store import BlockStore
+from common.compatibility import (
+    engine_form,
+    import_converter,
+    prefix_identity,
+    profile_of,
+    wire_form,
+    wire_layout,
+)
 from common.config import DecodeConfig
 from common.cpus import pin_process
+from common.data_planes import SHM, TCP, planes_of
+from common.endpoints import bulk_endpoint
 from common.errors import ConfigError, ErrorCode, ExitStatus
 from common.hooks import HoldPoints
 from common.ids import new_incarnation, new_job_id, new_session_id
+from common.kv_convert import KvConverter, describe_form
 from common.kv_layout import KvLayout
 from common.log import NodeLog
 from common.log_events import LogEvent
-from common.messages import Accepted, Failed, Finished, Rejected, Role
+from common.messages import Accepted, Failed, Finished, HelloOk, NodeProfile, Rejected, Role, ShmPlane
+from common.prefix_commands import StoreBlocks
 from decode_node import events as ev
+from decode_node.cache_files import FILE_COMMANDS, CacheFiles
 from decode_node.compute import DecodeCompute, EngineFailed, EngineLoaded, ImportFrom
 from decode_node.core import DecodeCore
+from decode_node.kv_import import KvSource
+from decode_node.prefix_cache import PrefixSettings
 from decode_node.scheduler import Route
 from decode_node.settings import DecodeSettings
-from decode_node.stack import DecodeStack, FromWorker, MapSlab, SlabMapped, SlabRefused, ToWorker
+from decode_node.stack import (
+    DecodeStack,
+    FromWorker,
+    OpenPlane,
+    PlaneOpened,
+    PlaneRefused,
+    ToWorker,
+)
 from decode_node.text_thread import TextThread, TokenizerFailed, TokenizerLoaded
+from transport.bulk import CloseBulk, ExpectChunks, FromBulk, Land, ToBulk
+from transport.bulk_link import BulkSink
 from transport.connector import Connector
 from transport.curve import denial_logger, with_denials
 from transport.daemon import stall_bound_ms
 from transport.key_files import connecting_keys, listening_keys
+from transport.landing import Landing
 from transport.link import DealerLink, RouterLink
 from transport.listener import Listener
 from transport.loop import Loop, Mailbox
-from transport.peers import BadFrame, CloseSocket, LivenessTimes, OpenSocket, SendFrame
+from transport.peers import BadFrame, CloseSocket, LivenessTimes, OpenSocket, RouteLost, SendFrame
 from transport.port import ControlPort
-from transport.slab import SlabView
+from transport.slab import MemoryProbe, SlabView
 from transport.zmq_sockets import new_context
 
 _FOR_TEXT = (ev.PrepareSubmission, ev.PushTokens)
-_FOR_COMPUTE = (ev.SampleFirst, ev.StartLocalPrefill, ev.StartDecode, ev.StopLane)
+_FOR_CACHE = (StoreBlocks, *FILE_COMMANDS)
+_FOR_COMPUTE = (ev.SampleFirst, ev.StartLocalPrefill, ev.StartDecode, ev.StopLane, *_FOR_CACHE)
 _COMPUTE_FIRST = (*_FOR_COMPUTE, ev.StartImport, ev.ForgetJob)
+
+
+def _urgency(effect: Any) -> int:
+    """KV lands before anybody is told to read it; then compute, for which the lane waits; then the rest."""
+    if isinstance(effect, ToBulk) and isinstance(effect.item, Land):
+        return 0
+    return 1 if isinstance(effect, _COMPUTE_FIRST) else 2
 
 
 class DecodeNode:
@@ -56,7 +89,10 @@ class DecodeNode:
         self._hooks = HoldPoints(config.hold_dir, log)
         self._clients: ControlPort | None = None
         self._workers: dict[str, ControlPort] = {}
-        self._mappings: dict[str, tuple[SlabView, KvLayout]] = {}
+        self._sources: dict[str, KvSource] = {}
+        self._sinks: dict[str, BulkSink] = {}
+        self._probe = MemoryProbe()
+        self._attempts: set[str] = set()
         self._loaded: dict[type, Any] = {}
         self._stack: DecodeStack | None = None
 
@@ -93,6 +129,10 @@ class DecodeNode:
         self._loop.watch(self._clients.link.sockets)
         config, capabilities = self._config, engine.capabilities
         self._compute.use_eos(tokenizer.eos_token_ids)
+        store = BlockStore(capabilities.layout, config.prefix_block_tokens, config.prefix_cache_mb * 2**20)
+        identity = prefix_identity(capabilities, config.prefix_block_tokens)
+        files = CacheFiles(store, identity, config.prefix_cache_dir, self._mailbox.put)
+        self._compute.use_store(store, files)
         settings = DecodeSettings(
             incarnation=self.incarnation,
             profile=profile_of(capabilities),
@@ -106,6 +146,13 @@ class DecodeNode:
             prefill_wait_ms=config.prefill_wait_ms,
             job_timeout_ms=config.job_timeout_ms,
             prefill_retries=config.prefill_retries,
+            planes=planes_of(config.kv_plane),
+            prefix=PrefixSettings(
+                store.places,
+                identity,
+                config.prefix_cache_scope == "client",
+                config.prefix_cache_dir is not None,
+            ),
         )
         workers = () if config.pd_prefill_worker is None else (config.pd_prefill_worker,)
         route = Route(
@@ -115,13 +162,18 @@ class DecodeNode:
             slots=config.slots,
             prefetch_depth=config.prefetch_depth,
             on_prefill_failure=config.on_prefill_failure,
+            min_remote_prompt_tokens=config.min_remote_prompt_tokens,
         )
         core = DecodeCore(settings, route, new_session_id, new_job_id)
         times = LivenessTimes(config.ping_ms, config.suspect_ms, config.dead_after_ms, config.lease_ms)
         # A name of its own towards prefill nodes: whoever knew it could end this node's sessions there, and
         # clients are shown the incarnation in STATUS.
         name = new_incarnation()
-        connectors = {worker: Connector(times, name, Role.DECODE, settings.profile) for worker in workers}
+        planes = planes_of(config.kv_plane)
+        probe = self._probe.name if SHM in planes else None
+        connectors = {
+            worker: Connector(times, name, Role.DECODE, settings.profile, planes, probe) for worker in workers
+        }
         self._stack = DecodeStack(Listener(times, core.progress_count), connectors, core)
 
     def receive(self) -> Iterator[Any]:
@@ -131,6 +183,10 @@ class DecodeNode:
             for item in port.receive():
                 self._log_bad_frame(item, worker)
                 yield FromWorker(worker, item)
+        for session, sink in list(self._sinks.items()):
+            for item in sink.receive():
+                self._log_bad_frame(item, "prefill node, bulk")
+                yield FromBulk(session, item)
         for item in self._clients.receive():
             self._log_bad_frame(item, "client")
             yield item
@@ -139,7 +195,7 @@ class DecodeNode:
         # Compute's commands first: the lane waits for them, everybody else has time. Order is kept among
         # them, and among the rest.
         effects = self._stack.step(event, now_ms)
-        return sorted(effects, key=lambda effect: not isinstance(effect, _COMPUTE_FIRST))
+        return sorted(effects, key=_urgency)
 
     def execute(self, effect: Any, now_ms: int) -> list[Any]:
         if isinstance(effect, SendFrame):
@@ -148,6 +204,8 @@ class DecodeNode:
             return [] if lost is None else [lost]
         if isinstance(effect, ToWorker):
             return self._to_worker(effect.worker, effect.item, now_ms)
+        if isinstance(effect, ToBulk):
+            return self._to_bulk(effect.session, effect.item)
         if isinstance(effect, _FOR_TEXT):
             self._text.put(effect)
         elif isinstance(effect, _FOR_COMPUTE):
@@ -163,15 +221,19 @@ class DecodeNode:
                 if effect.known_to_compute:
                     self._compute.put(effect)
             case ev.StartImport(job_id=job_id, lane=lane, record=record, token_id=token_id):
-                view, layout = self._mappings[effect.session]
-                self._compute.put(ImportFrom(job_id, lane, view, layout, record, token_id))
-            case MapSlab(worker=worker, hello_ok=hello_ok):
-                return [self._map(worker, hello_ok)]
-            case ev.UnmapSlab(session=session):
-                self._mappings.pop(session, None)
+                source = self._sources[effect.session]
+                rest = effect.send_from, effect.places, effect.sampling, effect.known_token
+                self._compute.put(ImportFrom(job_id, lane, source, record, token_id, *rest))
+            case OpenPlane(worker=worker, hello_ok=hello_ok):
+                return [self._open_plane(worker, hello_ok)]
+            case ev.ClosePlane(session=session):
+                self._sources.pop(session, None)
             case ev.WorkerOpened(worker=worker, hello_ok=hello_ok):
-                slots = len(hello_ok.grants)
-                self._log.info(LogEvent.SESSION_OPENED, peer=worker, session=hello_ok.session, slots=slots)
+                slots, session = len(hello_ok.grants), hello_ok.session
+                plane = TCP if hello_ok.plane is None else SHM
+                self._log.info(
+                    LogEvent.SESSION_OPENED, peer=worker, session=session, slots=slots, kv_plane=plane
+                )
                 if slots < self._config.prefetch_depth:
                     self._log.warning(LogEvent.DEPTH_CLAMPED, asked=self._config.prefetch_depth, slots=slots)
             case ev.WorkerLost(worker=worker, session=session, cause=cause):
@@ -186,29 +248,75 @@ class DecodeNode:
                 self.leaving = (status, reason)
         return []
 
-    def _map(self, worker: str, hello_ok: Any) -> SlabMapped | SlabRefused:
-        profile, plane = hello_ok.profile, hello_ok.plane
-        layout = KvLayout(
-            profile.layers, profile.kv_heads, profile.head_dim, profile.dtype, profile.max_tokens
-        )
-        if layout.slot_bytes != plane.slot_bytes:
-            return SlabRefused(
-                worker, hello_ok, "the prefill node's slots are not as large as its profile says"
-            )
+    def _open_plane(self, worker: str, hello_ok: HelloOk) -> PlaneOpened | PlaneRefused:
+        session, layout = hello_ok.session, wire_layout(hello_ok.profile)
+        self._attempt_ended(worker)
         try:
-            view = SlabView(plane.name, plane.slot_count, plane.slot_bytes)
+            if hello_ok.bulk is None:
+                source = self._map(hello_ok.plane, layout)
+            else:
+                endpoint = bulk_endpoint(worker, hello_ok.bulk.port)
+                self._sinks[session] = BulkSink(self._context, endpoint, layout, self._worker_keys)
+                self._loop.watch(self._sinks[session].sockets)
+                source = Landing(layout)
         except ConfigError as error:
-            return SlabRefused(worker, hello_ok, str(error))
-        self._mappings[hello_ok.session] = (view, layout)
-        return SlabMapped(worker, hello_ok)
+            return PlaneRefused(worker, hello_ok, str(error))
+        self._sources[session] = KvSource(source, layout, self._converter(worker, hello_ok.profile))
+        return PlaneOpened(worker, hello_ok)
+
+    def _converter(self, worker: str, theirs: NodeProfile) -> KvConverter:
+        """What becomes of that prefill node's KV here; told, because it may cost exactness and time."""
+        ours = self._stack.core.settings.profile
+        converter = import_converter(theirs, ours)
+        if not converter.changes_nothing:
+            self._log.info(
+                LogEvent.KV_CONVERTED,
+                peer=worker,
+                source=describe_form(wire_form(theirs)),
+                target=describe_form(engine_form(ours)),
+            )
+        return converter
+
+    def _attempt_began(self, worker: str) -> None:
+        """A HELLO goes out: the prefill node may look whether it shares our memory."""
+        self._attempts.add(worker)
+        if SHM in planes_of(self._config.kv_plane):
+            self._probe.show()
+
+    def _attempt_ended(self, worker: str) -> None:
+        self._attempts.discard(worker)
+        if not self._attempts:
+            self._probe.hide()
+
+    def _map(self, plane: ShmPlane, layout: KvLayout) -> SlabView:
+        if layout.slot_bytes != plane.slot_bytes:
+            raise ConfigError("the prefill node's slots are not as large as its profile says")
+        return SlabView(plane.name, plane.slot_count, plane.slot_bytes)
+
+    def _to_bulk(self, session: str, item: Any) -> list[Any]:
+        match item:
+            case SendFrame() if session in self._sinks:
+                sent = self._sinks[session].send(item)
+                return [] if sent else [FromBulk(session, RouteLost(item.route))]
+            case ExpectChunks(slot=slot, epoch=epoch):
+                self._sources[session].view.begin(slot, epoch)
+            case Land(piece=piece):
+                self._sources[session].view.land(piece, self._sinks[session].parts)
+            case CloseBulk():
+                sink = self._sinks.pop(session)
+                self._loop.forget(sink.sockets)
+                sink.close()
+        return []
 
     def _to_worker(self, worker: str, item: Any, now_ms: int) -> list[Any]:
         match item:
             case OpenSocket(route=route):
+                self._attempt_began(worker)
                 link = DealerLink(self._context, worker, route, self._worker_keys)
                 self._workers[worker] = ControlPort(link, give_up_ms=self._config.dead_after_ms)
                 self._loop.watch(link.sockets)
             case CloseSocket() if worker in self._workers:
+                self._attempt_ended(worker)
                 port = self._workers.pop(worker)
                 self._loop.forget(port.link.sockets)
                 port.close()
@@ -274,6 +382,9 @@ class DecodeNode:
         if orderly and self.leaving is not None and self.leaving[0] == ExitStatus.OK:
             self._compute.stop()
             self._text.stop()
+        self._probe.hide()
+        for sink in self._sinks.values():
+            sink.close()
         for port in (self._clients, *self._workers.values()):
             if port is not None:
                 port.finish()

@@ -30,6 +30,7 @@ class Route:
     slots: int
     prefetch_depth: int = 0
     on_prefill_failure: str = "fail"
+    min_remote_prompt_tokens: int = 0
 
     @property
     def local_allowed(self) -> bool:
@@ -110,7 +111,11 @@ class Scheduler:
 
     def goes_local(self, job: Job, workers: Workers) -> bool:
         """Whether this node is to compute the job's prompt."""
-        return job.force_local or (self.route.local_allowed and not workers.usable)
+        short = job.prompt_tokens < self.route.min_remote_prompt_tokens
+        if job.force_local or (self.route.local_allowed and (short or not workers.usable)):
+            return True
+        # Without logits the last prompt token is this node's in any case: nothing is left to send.
+        return job.prompt_tokens == 1 and workers.usable and not workers.logits
 
     def must_wait(self, job: Job, workers: Workers) -> bool:
         """Whether nothing can be done for the job until a prefill node is usable."""

@@ -6,12 +6,17 @@ desk. It must never change while the node runs.
 
 from dataclasses import dataclass
 
+from common.data_planes import SHM
 from common.messages import NodeProfile
+from decode_node.prefix_cache import PrefixSettings
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSettings:
-    """`token_bytes`: KV bytes of one token. Durations and limits: the flags of the same names."""
+    """`token_bytes`: KV bytes of one token. Durations and limits: the flags of the same names.
+
+    prefix: None without a prefix cache. planes: data planes that prefill nodes are asked for.
+    """
 
     incarnation: str
     profile: NodeProfile
@@ -25,3 +30,5 @@ class DecodeSettings:
     prefill_wait_ms: int
     prefill_retries: int
     job_timeout_ms: int
+    prefix: PrefixSettings | None = None
+    planes: tuple[str, ...] = (SHM,)

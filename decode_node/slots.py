@@ -28,7 +28,11 @@ class Reservation:
 
 @dataclass(slots=True)
 class GrantedSlot:
-    """One slot of the ledger. job_id is None while FREE and, in effect, while ORPHANED (kept for people)."""
+    """One slot of the ledger. job_id is None while FREE and, in effect, while ORPHANED (kept for people).
+
+    record_here, chunks_here: which of the two that make a PRODUCING slot READY have arrived; where the slot
+    is read in shared memory, the chunks are there with the record.
+    """
 
     session: str
     incarnation: str
@@ -38,6 +42,8 @@ class GrantedSlot:
     job_id: str | None = None
     since_ms: int = 0
     cause: str = ""
+    record_here: bool = False
+    chunks_here: bool = False
 
     @property
     def reservation(self) -> Reservation:
@@ -95,12 +101,13 @@ class SlotLedger:
                 return slot
         return None
 
-    def reserve(self, slot: GrantedSlot, job_id: str, now_ms: int) -> Reservation:
-        """Give a reservable slot to a job, under a greater epoch."""
+    def reserve(self, slot: GrantedSlot, job_id: str, now_ms: int, chunks_here: bool = True) -> Reservation:
+        """Give a reservable slot to a job, under a greater epoch. chunks_here: none will have to land."""
         self._advance(slot, SlotEvent.RESERVED, now_ms)
         slot.last_epoch += 1
         slot.job_id = job_id
         slot.cause = ""
+        slot.record_here, slot.chunks_here = False, chunks_here
         return slot.reservation
 
     def find(self, reservation: Reservation) -> GrantedSlot | None:

@@ -1,19 +1,31 @@
-"""Sessions and core of a decode node as one pure object.
+"""Sessions, bulk sockets and core of a decode node as one pure object.
 
 Decides how effects of one layer become events of another, and whether a prefill node that said yes is one to
 work with; stepped by the node's wiring and by simulation alike. It must never do I/O: what has to happen
 outside comes back as an effect. Frames of the two sides are told apart by `FromWorker` and `ToWorker`, which
-name the prefill node.
+name the prefill node, KV by `FromBulk` and `ToBulk`, which name the session.
 """
 
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from common.compatibility import describe_difference, differing_fields
-from common.messages import HelloOk, HelloRefused, StatusReply
+from common.compatibility import mismatch_refusal, wire_layout
+from common.data_planes import SHM, TCP
+from common.messages import Cancel, HelloOk, HelloRefused, Prefill, Release, StatusReply
+from common.prefix_commands import BlocksStored, CacheFileEnded, CacheHeadsRead
 from decode_node import events as ev
 from decode_node.core import DecodeCore
+from transport.bulk import (
+    BulkReceiver,
+    ChunksLanded,
+    CloseBulk,
+    ExpectChunks,
+    ForgetChunks,
+    FromBulk,
+    PiecesMoved,
+    ToBulk,
+)
 from transport.connector import Connector
 from transport.listener import Listener
 from transport.peers import (
@@ -55,24 +67,27 @@ class ToWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class MapSlab:
-    """Map the slab of a session that is about to be used; answered by SlabMapped or SlabRefused."""
+class OpenPlane:
+    """Be ready to read the KV of a session that is about to be used: map the slab, or open the bulk socket.
+
+    Answered by PlaneOpened or PlaneRefused.
+    """
 
     worker: str
     hello_ok: HelloOk
 
 
 @dataclass(frozen=True, slots=True)
-class SlabMapped:
-    """The slab can be read."""
+class PlaneOpened:
+    """KV of the session can be read."""
 
     worker: str
     hello_ok: HelloOk
 
 
 @dataclass(frozen=True, slots=True)
-class SlabRefused:
-    """The slab cannot be mapped."""
+class PlaneRefused:
+    """KV of the session cannot be read, or must not be."""
 
     worker: str
     hello_ok: HelloOk
@@ -80,13 +95,36 @@ class SlabRefused:
 
 
 class DecodeStack:
-    """A listener for clients, a connector for each prefill node, and the decode core."""
+    """A listener for clients, a connector for each prefill node, the decode core, and a bulk receiver for
+    each session whose KV comes over a socket."""
 
     def __init__(self, listener: Listener, connectors: dict[str, Connector], core: DecodeCore) -> None:
         self.listener = listener
         self.connectors = connectors
         self.core = core
+        self.receivers: dict[str, BulkReceiver] = {}
         self._open: dict[str, str] = {}
+        self._handlers = {
+            Tick: self._on_tick,
+            FrameReceived: self._to_listener,
+            BadFrame: self._to_listener,
+            RouteLost: self._to_listener,
+            HelloArrived: self._on_hello,
+            SessionEnded: self._on_client_ended,
+            Delivered: self._on_delivered,
+            Mistake: self._on_mistake,
+            FromWorker: self._on_from_worker,
+            FromBulk: self._on_from_bulk,
+            PlaneOpened: self._on_plane_opened,
+            PlaneRefused: self._on_plane_refused,
+            ev.AnswerHello: self._on_answer,
+            ev.SendToClient: self._on_send,
+            ev.CloseClient: self._on_close,
+            ev.SendToWorker: self._on_send_to_worker,
+            ev.CloseWorker: self._on_close_worker,
+            ev.LeaveWorkers: self._on_leave_workers,
+            **dict.fromkeys(_CORE_EVENTS, self._to_core),
+        }
 
     def step(self, event: Any, now_ms: int) -> list[Any]:
         """The only door. Takes events of the wire, of the core, and Tick."""
@@ -94,28 +132,13 @@ class DecodeStack:
         pending: deque[Any] = deque([event])
         while pending:
             item = pending.popleft()
-            if isinstance(item, Tick):
-                pending.extend(self.listener.step(item, now_ms))
-                for worker in self.connectors:
-                    pending.extend(self._step_connector(worker, item, now_ms))
-                pending.extend(self.core.step(ev.TimePassed(), now_ms))
-            elif isinstance(item, (FrameReceived, BadFrame, RouteLost)):
-                pending.extend(self.listener.step(item, now_ms))
-            elif isinstance(item, FromWorker):
-                pending.extend(self._step_connector(item.worker, item.item, now_ms))
-            elif (outward := self._to_listener(item, now_ms)) is not None:
-                pending.extend(self.listener.step(outward, now_ms))
-            elif isinstance(item, _FOR_CONNECTORS):
-                pending.extend(self._to_connectors(item, now_ms))
-            elif (inward := self._inward(item)) is not None:
-                if isinstance(item, SlabRefused):
-                    ending = EndSession(item.hello_ok.session, item.detail)
-                    pending.extend(self._step_connector(item.worker, ending, now_ms))
-                pending.extend(self.core.step(inward, now_ms))
-                if isinstance(inward, _NEWS):
-                    outside.append(inward)
-            else:
+            handler = self._handlers.get(type(item))
+            if handler is None:
                 outside.append(item)
+                continue
+            if isinstance(item, _NEWS):
+                outside.append(item)
+            pending.extend(handler(item, now_ms))
         return outside
 
     def deadline_ms(self) -> int | None:
@@ -123,6 +146,51 @@ class DecodeStack:
         deadlines = [self.listener.deadline_ms(), self.core.deadline_ms()]
         deadlines += [connector.deadline_ms() for connector in self.connectors.values()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def _on_tick(self, event: Tick, now_ms: int) -> list[Any]:
+        effects = self.listener.step(event, now_ms)
+        for worker in self.connectors:
+            effects += self._step_connector(worker, event, now_ms)
+        return effects + self.core.step(ev.TimePassed(), now_ms)
+
+    def _to_listener(self, event: Any, now_ms: int) -> list[Any]:
+        return self.listener.step(event, now_ms)
+
+    def _to_core(self, event: Any, now_ms: int) -> list[Any]:
+        return self.core.step(event, now_ms)
+
+    def _on_hello(self, event: HelloArrived, now_ms: int) -> list[Any]:
+        return self.core.step(ev.ClientHello(event.route, event.hello), now_ms)
+
+    def _on_client_ended(self, event: SessionEnded, now_ms: int) -> list[Any]:
+        return [ev.ClientLost(event.session, event.cause)]
+
+    def _on_delivered(self, event: Delivered, now_ms: int) -> list[Any]:
+        return self.core.step(ev.ClientMessage(event.session, event.message), now_ms)
+
+    def _on_mistake(self, event: Mistake, now_ms: int) -> list[Any]:
+        return self.core.step(ev.ClientMistake(event.session, event.code, event.detail), now_ms)
+
+    def _on_answer(self, event: ev.AnswerHello, now_ms: int) -> list[Any]:
+        return self.listener.step(Answer(event.route, event.message), now_ms)
+
+    def _on_send(self, event: ev.SendToClient, now_ms: int) -> list[Any]:
+        message = event.message
+        if isinstance(message, StatusReply):
+            message = StatusReply({**message.body, **self._session_status(now_ms)})
+        return self.listener.step(Post(event.session, message), now_ms)
+
+    def _on_close(self, event: ev.CloseClient, now_ms: int) -> list[Any]:
+        return self.listener.step(EndSession(event.session, event.reason), now_ms)
+
+    def _session_status(self, now_ms: int) -> dict[str, Any]:
+        """What the sessions add to STATUS."""
+        status = self.listener.status(now_ms)
+        status["stale_messages"] += sum(peer.stale_messages for peer in self.connectors.values())
+        return status
+
+    def _on_from_worker(self, event: FromWorker, now_ms: int) -> list[Any]:
+        return self._step_connector(event.worker, event.item, now_ms)
 
     def _step_connector(self, worker: str, event: Any, now_ms: int) -> list[Any]:
         effects: list[Any] = []
@@ -133,10 +201,7 @@ class DecodeStack:
                 case SessionOpened(hello_ok=hello_ok):
                     effects.append(self._judge(worker, hello_ok))
                 case SessionEnded(session=session, cause=cause):
-                    # A session that was turned down before the core heard of it ends in silence.
-                    if self._open.get(worker) == session:
-                        del self._open[worker]
-                        effects.append(ev.WorkerLost(worker, session, cause))
+                    effects += self._on_worker_ended(worker, session, cause)
                 case Delivered(session=session, message=message):
                     effects.append(ev.WorkerMessage(session, message))
                 case Suspected(session=session, silent=silent):
@@ -145,79 +210,111 @@ class DecodeStack:
                     effects.append(ev.WorkerRefused(worker, refusal))
         return effects
 
-    def _to_connectors(self, effect: Any, now_ms: int) -> list[Any]:
-        if isinstance(effect, ev.LeaveWorkers):
-            leaving = StopConnecting(effect.reason)
-            return [
-                out for worker in self.connectors for out in self._step_connector(worker, leaving, now_ms)
-            ]
-        worker = next((name for name, session in self._open.items() if session == effect.session), None)
-        if worker is None:
-            return []  # the session has ended meanwhile
-        if isinstance(effect, ev.CloseWorker):
-            return self._step_connector(worker, EndSession(effect.session, effect.reason), now_ms)
-        return self._step_connector(worker, Post(effect.session, effect.message), now_ms)
-
-    def _to_listener(self, effect: Any, now_ms: int) -> Any | None:
-        match effect:
-            case ev.AnswerHello(route=route, message=message):
-                return Answer(route, message)
-            case ev.SendToClient(session=session, message=StatusReply(body=status)):
-                return Post(session, StatusReply({**status, **self._session_status(now_ms)}))
-            case ev.SendToClient(session=session, message=message):
-                return Post(session, message)
-            case ev.CloseClient(session=session, reason=reason):
-                return EndSession(session, reason)
-        return None
-
-    def _session_status(self, now_ms: int) -> dict[str, Any]:
-        """What the sessions add to STATUS."""
-        status = self.listener.status(now_ms)
-        status["stale_messages"] += sum(peer.stale_messages for peer in self.connectors.values())
-        return status
+    def _on_worker_ended(self, worker: str, session: str, cause: str) -> list[Any]:
+        # A session that was turned down before the core heard of it ends in silence.
+        if self._open.get(worker) != session:
+            return []
+        del self._open[worker]
+        lost = ev.WorkerLost(worker, session, cause)
+        if self.receivers.pop(session, None) is None:
+            return [lost]
+        return [ToBulk(session, CloseBulk()), lost]
 
     def _judge(self, worker: str, hello_ok: HelloOk) -> Any:
         """Whether this node can work with what the prefill node offers."""
         settings = self.core.settings
-        fields = differing_fields(settings.profile, hello_ok.profile)
-        if fields:
-            difference = describe_difference(settings.profile, hello_ok.profile, fields)
-            return SlabRefused(worker, hello_ok, f"decode node and prefill node differ in {difference}")
+        mismatch = mismatch_refusal(hello_ok.profile, settings.profile)
+        if mismatch is not None:
+            return PlaneRefused(worker, hello_ok, mismatch.detail)
         if hello_ok.lease_ms <= settings.dead_after_ms:
-            return SlabRefused(
+            return PlaneRefused(
                 worker,
                 hello_ok,
                 f"the prefill node's lease of {hello_ok.lease_ms} ms is not longer than this node's"
                 f" --dead-after-ms {settings.dead_after_ms}",
             )
-        if hello_ok.plane is None:
-            return SlabRefused(worker, hello_ok, "the prefill node offers no data plane")
+        offered = {SHM: hello_ok.plane, TCP: hello_ok.bulk}
+        given = [plane for plane, where in offered.items() if where is not None]
+        if len(given) != 1 or given[0] not in settings.planes:
+            return PlaneRefused(
+                worker, hello_ok, "the prefill node does not offer exactly one data plane that was asked for"
+            )
         if self.core.workers.of(hello_ok.session) is not None:
-            return SlabRefused(worker, hello_ok, "the prefill node names a session that is in use")
-        return MapSlab(worker, hello_ok)
+            return PlaneRefused(worker, hello_ok, "the prefill node names a session that is in use")
+        return OpenPlane(worker, hello_ok)
 
-    def _inward(self, item: Any) -> Any | None:
-        """What an effect of the sessions, or an event from outside, is to the core."""
-        match item:
-            case HelloArrived(route=route, hello=hello):
-                return ev.ClientHello(route, hello)
-            case SessionEnded(session=session, cause=cause):
-                return ev.ClientLost(session, cause)
-            case Delivered(session=session, message=message):
-                return ev.ClientMessage(session, message)
-            case Mistake(session=session, code=code, detail=detail):
-                return ev.ClientMistake(session, code, detail)
-            case SlabMapped(worker=worker, hello_ok=hello_ok):
-                self._open[worker] = hello_ok.session
-                return ev.WorkerOpened(worker, hello_ok)
-            case SlabRefused(worker=worker, detail=detail):
-                return ev.WorkerRefused(worker, HelloRefused(False, detail))
-        return item if isinstance(item, _CORE_EVENTS) else None
+    def _on_plane_opened(self, event: PlaneOpened, now_ms: int) -> list[Any]:
+        hello_ok = event.hello_ok
+        session = hello_ok.session
+        self._open[event.worker] = session
+        opened: list[Any] = [ev.WorkerOpened(event.worker, hello_ok)]
+        if hello_ok.bulk is None:
+            return opened
+        profile = hello_ok.profile
+        receiver = BulkReceiver(session, wire_layout(profile), profile.chunk_tokens)
+        self.receivers[session] = receiver
+        return [ToBulk(session, receiver.open()), *opened]
+
+    def _on_plane_refused(self, event: PlaneRefused, now_ms: int) -> list[Any]:
+        ending = EndSession(event.hello_ok.session, event.detail)
+        refused = ev.WorkerRefused(event.worker, HelloRefused(False, event.detail))
+        return [refused, *self._step_connector(event.worker, ending, now_ms)]
+
+    def _on_send_to_worker(self, event: ev.SendToWorker, now_ms: int) -> list[Any]:
+        worker = self._worker_of(event.session)
+        if worker is None:
+            return []  # the session has ended meanwhile
+        effects = self._tell_receiver(event.session, event.message, now_ms)
+        return effects + self._step_connector(worker, Post(event.session, event.message), now_ms)
+
+    def _on_close_worker(self, event: ev.CloseWorker, now_ms: int) -> list[Any]:
+        worker = self._worker_of(event.session)
+        if worker is None:
+            return []
+        return self._step_connector(worker, EndSession(event.session, event.reason), now_ms)
+
+    def _on_leave_workers(self, event: ev.LeaveWorkers, now_ms: int) -> list[Any]:
+        leaving = StopConnecting(event.reason)
+        return [out for worker in self.connectors for out in self._step_connector(worker, leaving, now_ms)]
+
+    def _worker_of(self, session: str) -> str | None:
+        return next((name for name, known in self._open.items() if known == session), None)
+
+    def _tell_receiver(self, session: str, message: Any, now_ms: int) -> list[Any]:
+        """What an order to a prefill node means for the KV that comes from it."""
+        receiver = self.receivers.get(session)
+        if receiver is None:
+            return []
+        match message:
+            case Prefill(slot=slot, epoch=epoch, send_from=start, prompt=prompt):
+                expected = ExpectChunks(slot, epoch, start, len(prompt) // 4)
+                return [ToBulk(session, expected), *receiver.step(expected, now_ms)]
+            case Cancel(slot=slot, epoch=epoch) | Release(slot=slot, epoch=epoch):
+                return receiver.step(ForgetChunks(slot, epoch), now_ms)
+        return []
+
+    def _on_from_bulk(self, event: FromBulk, now_ms: int) -> list[Any]:
+        receiver = self.receivers.get(event.session)
+        if receiver is None:
+            return []  # the session has ended meanwhile
+        effects: list[Any] = []
+        for effect in receiver.step(event.item, now_ms):
+            match effect:
+                case ChunksLanded() | PiecesMoved():
+                    effects.append(effect)
+                case EndSession(reason=reason):
+                    effects.append(ev.CloseWorker(event.session, reason))
+                case _:
+                    effects.append(ToBulk(event.session, effect))
+        return effects
 
 
-_FOR_CONNECTORS = (ev.SendToWorker, ev.CloseWorker, ev.LeaveWorkers)
 _NEWS = (ev.WorkerOpened, ev.WorkerLost, ev.WorkerRefused, ev.ClientLost)
 _CORE_EVENTS = (
+    ev.ClientLost,
+    ev.WorkerOpened,
+    ChunksLanded,
+    PiecesMoved,
     ev.WorkerLost,
     ev.WorkerMessage,
     ev.WorkerRefused,
@@ -234,5 +331,8 @@ _CORE_EVENTS = (
     ev.TokenSampled,
     ev.LaneStopped,
     ev.LaneFailed,
+    BlocksStored,
+    CacheHeadsRead,
+    CacheFileEnded,
     ev.StopRequested,
 )

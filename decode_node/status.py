@@ -30,6 +30,7 @@ def decode_status(core: "DecodeCore", now_ms: int) -> dict[str, Any]:
         "workers": [worker.status(now_ms) for worker in core.workers],
         "progress": core.watch.progress,
         "progress_age_ms": core.watch.age_ms(now_ms),
+        "prefix_cache": core.cache.status(),
         "counters": core.counters,
     }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from common.digests import prompt_digest
 from common.engines.interface import Tokenizer
 from common.engines.registry import EngineSettings, load_tokenizer
 from common.errors import ConfigError, ErrorCode
@@ -107,7 +108,10 @@ class TextThread:
         silent = ending_token_ids(result.sampling, self._tokenizer.eos_token_ids)
         self._streams[command.job_id] = TextStream(self._tokenizer, result.sampling.stop, silent)
         prompt = np.asarray(result.prompt_ids, dtype="<i4").tobytes()
-        return ev.SubmissionPrepared(command.job_id, prompt, result.prompt_digest, result.sampling)
+        shorter_digest = prompt_digest(result.prompt_ids[:-1])
+        return ev.SubmissionPrepared(
+            command.job_id, prompt, result.prompt_digest, result.sampling, shorter_digest
+        )
 
     def _push(self, command: ev.PushTokens) -> None:
         stream = self._streams.get(command.job_id)

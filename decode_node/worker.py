@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import limits
+from common.data_planes import SHM, TCP
 from common.errors import ErrorCode, check
 from common.lifecycle import SlotEvent, SlotState
 from common.messages import (
@@ -18,23 +19,28 @@ from common.messages import (
     Grant,
     HelloOk,
     HelloRefused,
+    NodeProfile,
     Pong,
     Prefill,
     PrefillDone,
     PrefillFailed,
     Release,
 )
-from decode_node.events import CloseWorker, SendToWorker, UnmapSlab, WorkerSuspected
+from decode_node.events import ClosePlane, CloseWorker, SendToWorker, WorkerSuspected
 from decode_node.slots import GrantedSlot, Reservation, SlotLedger
+
+# What a slot's producer still owes something for: its completion, or chunks on their way.
+_OWING = (SlotState.PRODUCING, SlotState.ORPHANED)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A completion that resolves the future of a live job's reservation."""
+    """A completion that resolves the future of a live job's reservation. kv_here: its slot is READY."""
 
     reservation: Reservation
     job_id: str
     message: PrefillDone | PrefillFailed
+    kv_here: bool
 
 
 class Worker:
@@ -55,6 +61,7 @@ class Worker:
         self._closing = False
         self._peer_progress = 0
         self._progress_ms = 0
+        self._lands = False
         self.unusable_since_ms = 0
         self.ledger = SlotLedger()
         self.counters = {"orphans": 0, "late_completions": 0, "prefills_sent": 0, "sessions": 0}
@@ -67,6 +74,11 @@ class Worker:
     def max_tokens(self) -> int | None:
         """What a slot of the open session holds."""
         return None if self._hello is None else self._hello.profile.max_tokens
+
+    @property
+    def profile(self) -> NodeProfile | None:
+        """What the prefill node said of itself in the open session."""
+        return None if self._hello is None else self._hello.profile
 
     @property
     def usable(self) -> bool:
@@ -105,6 +117,7 @@ class Worker:
         self._closing = False
         self._progress_ms = now_ms
         self._peer_progress = 0
+        self._lands = hello.bulk is not None
         self.counters["sessions"] += 1
 
     def refused(self, refusal: HelloRefused) -> None:
@@ -128,15 +141,23 @@ class Worker:
         return lost_jobs, self._unmap_if_unused(session)
 
     def send_prefill(
-        self, slot: GrantedSlot, job_id: str, prompt: bytes, prompt_digest: str, budget_ms: int, now_ms: int
+        self,
+        slot: GrantedSlot,
+        job_id: str,
+        prompt: bytes,
+        prompt_digest: str,
+        budget_ms: int,
+        now_ms: int,
+        send_from: int = 0,
+        cache_digest: bytes = b"",
     ) -> tuple[Reservation, list[Any]]:
         """Reserve a slot and send the PREFILL that fills it."""
         if not self._owes():
             self._progress_ms = now_ms
-        reservation = self.ledger.reserve(slot, job_id, now_ms)
+        reservation = self.ledger.reserve(slot, job_id, now_ms, chunks_here=not self._lands)
         self.counters["prefills_sent"] += 1
         request = Prefill(
-            job_id, slot.index, reservation.epoch, prompt, prompt_digest, send_from=0, budget_ms=budget_ms
+            job_id, slot.index, reservation.epoch, prompt, prompt_digest, send_from, budget_ms, cache_digest
         )
         return reservation, [SendToWorker(reservation.session, request)]
 
@@ -164,12 +185,35 @@ class Worker:
         slot = self.ledger.find(reservation)
         if slot is None or slot.state is SlotState.IMPORTING:
             return []
-        self.ledger.advance(slot, SlotEvent.JOB_DETACHED, now_ms)
+        with_record = slot.state is SlotState.PRODUCING and slot.record_here
+        self.ledger.advance(
+            slot, SlotEvent.DETACHED_WITH_RECORD if with_record else SlotEvent.JOB_DETACHED, now_ms
+        )
         if slot.state is SlotState.FREE:
-            return self._freed(reservation)
+            return self._freed(reservation) + self._goodbye_if_drained()
         slot.cause = cause
         self.counters["orphans"] += 1
         return [SendToWorker(reservation.session, Cancel(reservation.slot, reservation.epoch))]
+
+    def kv_moved(self, reservation: Reservation, now_ms: int) -> None:
+        """KV of a production is on its way: the deadline for what is missing moves along."""
+        slot = self.ledger.find(reservation)
+        if reservation.session == self.session and slot is not None and slot.state in _OWING:
+            self._progress_ms = now_ms
+            if slot.record_here:
+                slot.since_ms = now_ms
+
+    def chunks_landed(self, reservation: Reservation, now_ms: int) -> tuple[str | None, list[Any]]:
+        """All KV of a production has come over the bulk socket: the job whose slot is READY now, effects."""
+        slot = self.ledger.find(reservation)
+        if reservation.session != self.session or slot is None or slot.state is not SlotState.PRODUCING:
+            return None, []  # let go of meanwhile
+        slot.chunks_here = True
+        self._progress_ms = now_ms
+        if not slot.record_here:
+            return None, []
+        self.ledger.advance(slot, SlotEvent.COMPLETED, now_ms)
+        return slot.job_id, self._goodbye_if_drained()
 
     def import_started(self, reservation: Reservation, now_ms: int) -> None:
         """The copy of a READY slot begins."""
@@ -192,6 +236,7 @@ class Worker:
         if self._hello is None or not self._owes():
             return None
         bounds = [slot.since_ms + self._orphan_bound_ms() for slot in self.orphans]
+        bounds += [slot.since_ms + self._dead_after_ms for slot in self._incomplete()]
         return min(bounds + [self._progress_ms + self._stall_bound_ms()])
 
     def status(self, now_ms: int) -> dict[str, Any]:
@@ -202,6 +247,7 @@ class Worker:
             "refusal": self.refusal,
             "misfit": self.misfit,
             "usable": self.usable,
+            "kv_plane": None if self._hello is None else (TCP if self._lands else SHM),
             "draining": self._draining,
             "suspected": self._suspected,
             "slots": [self._describe(slot, now_ms) for slot in self.ledger.slots()],
@@ -232,7 +278,7 @@ class Worker:
         self._progress_ms = now_ms
         reservation = Reservation(self.session, message.slot, message.epoch)
         slot = self.ledger.find(reservation)
-        if slot is None or slot.state not in (SlotState.PRODUCING, SlotState.ORPHANED):
+        if slot is None or slot.state not in _OWING or slot.record_here:
             place = f"slot {message.slot}, epoch {message.epoch}"
             return None, [self._protocol_error(f"a completion for {place} that owes none")]
         if slot.job_id != message.job_id:
@@ -240,12 +286,15 @@ class Worker:
         done = isinstance(message, PrefillDone)
         orphaned = slot.state is SlotState.ORPHANED
         job_id = slot.job_id
+        if done and not orphaned and not slot.chunks_here:
+            slot.record_here, slot.since_ms = True, now_ms
+            return Completion(reservation, job_id, message, kv_here=False), []
         self.ledger.advance(slot, SlotEvent.COMPLETED if done else SlotEvent.PRODUCER_FAILED, now_ms)
         if orphaned:
             self.counters["late_completions"] += 1
             release = self._freed(reservation) if done else []
             return None, release + self._goodbye_if_drained()
-        return Completion(reservation, job_id, message), self._goodbye_if_drained()
+        return Completion(reservation, job_id, message, kv_here=done), self._goodbye_if_drained()
 
     def _held(self, reservation: Reservation, event: SlotEvent, now_ms: int) -> None:
         slot = self.ledger.find(reservation)
@@ -260,11 +309,10 @@ class Worker:
 
     def _unmap_if_unused(self, session: str) -> list[Any]:
         used = any(slot.session == session for slot in self.ledger.survivors())
-        return [] if used else [UnmapSlab(session)]
+        return [] if used else [ClosePlane(session)]
 
     def _owes(self) -> bool:
-        owing = (SlotState.PRODUCING, SlotState.ORPHANED)
-        return any(slot.state in owing for slot in self.ledger.slots())
+        return any(slot.state in _OWING for slot in self.ledger.slots())
 
     def _goodbye_if_drained(self) -> list[Any]:
         """A draining prefill node waits for our BYE; it comes once nothing is owed."""
@@ -279,11 +327,18 @@ class Worker:
         # The hung node itself exits at stall_ms; its own word comes first.
         return self._hello.stall_ms + limits.ORPHAN_GRACE_MS
 
+    def _incomplete(self) -> list[GrantedSlot]:
+        """Slots whose record is here and whose chunks are not, for which there is a deadline."""
+        return [slot for slot in self.ledger.slots() if slot.state in _OWING and slot.record_here]
+
     def _overdue(self, now_ms: int) -> str:
         bound_ms = self._orphan_bound_ms()
         for slot in self.orphans:
             if now_ms - slot.since_ms >= bound_ms:
                 return f"slot {slot.index}: no completion {now_ms - slot.since_ms} ms after its CANCEL"
+        for slot in self._incomplete():
+            if now_ms - slot.since_ms >= self._dead_after_ms:
+                return f"slot {slot.index}: KV is missing {now_ms - slot.since_ms} ms after its record"
         return f"no progress for {now_ms - self._progress_ms} ms although work is there"
 
     def _protocol_error(self, detail: str) -> CloseWorker:

@@ -12,6 +12,7 @@ from common.errors import check
 from decode_node.events import WorkerSuspected
 from decode_node.slots import GrantedSlot, Reservation
 from decode_node.worker import Completion, Worker
+from transport.bulk import ChunksLanded, PiecesMoved
 
 
 class Workers:
@@ -41,6 +42,11 @@ class Workers:
         """What a slot of every open session holds."""
         known = [worker.max_tokens for worker in self if worker.max_tokens is not None]
         return min(known, default=None)
+
+    @property
+    def logits(self) -> bool:
+        """Whether every usable one answers the logits of a prompt's last position."""
+        return all(worker.profile.answers_logits for worker in self if worker.usable)
 
     @property
     def granted_count(self) -> int:
@@ -77,6 +83,19 @@ class Workers:
         """See `Worker.receive`."""
         worker = self.of(session)
         return (None, []) if worker is None else worker.receive(session, message, now_ms)
+
+    def on_kv_moved(self, event: PiecesMoved, now_ms: int) -> list[Any]:
+        worker = self.of(event.session)
+        if worker is not None:
+            worker.kv_moved(Reservation(event.session, event.slot, event.epoch), now_ms)
+        return []
+
+    def kv_landed(self, event: ChunksLanded, now_ms: int) -> tuple[str | None, list[Any]]:
+        """See `Worker.chunks_landed`."""
+        worker = self.of(event.session)
+        if worker is None:
+            return None, []
+        return worker.chunks_landed(Reservation(event.session, event.slot, event.epoch), now_ms)
 
     def detach(self, reservation: Reservation, cause: str, now_ms: int) -> list[Any]:
         """See `Worker.detach`; a slot that is gone needs no word."""

@@ -5,24 +5,33 @@ come through a bounded queue, answers go to the loop's mailbox; every command is
 must never touch a socket, and must give a slot its epoch before it writes the first byte of a production.
 """
 
+import mmap
 import threading
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from common.block_store import BlockCorrupt, BlockStore
 from common.clock import now_us
 from common.digests import bytes_digest
 from common.engines.interface import Capabilities, PrefillEngine
 from common.engines.registry import EngineSettings, load_prefill_engine
 from common.errors import ConfigError, ErrorCode
 from common.hooks import HoldPoints
-from common.kv_layout import KvLayout, chunk_bounds
+from common.kv_convert import KvConverter
+from common.kv_layout import KvLayout
 from common.log import NodeLog
 from common.log_events import LogEvent
-from prefill_node.events import ChunkComputed, ComputeFailed, RunChunk
+from common.prefix_commands import BlocksStored, StoreBlocks
+from prefill_node.events import (
+    ChunkComputed,
+    ComputeFailed,
+    PrefixCorrupt,
+    RunChunk,
+)
 from transport.loop import Commands, Mailbox
 from transport.slab import Slab
 
@@ -52,7 +61,10 @@ class PrefillCompute:
         self._commands = Commands()
         self._slab: Slab | None = None
         self._layout: KvLayout | None = None
-        self._chunk_tokens = 0
+        self._wire_layout: KvLayout | None = None
+        self._converter: KvConverter | None = None
+        self._slots: list[memoryview] = []
+        self._store: BlockStore | None = None
         self._attached = threading.Event()
         self._thread = threading.Thread(target=mailbox.guard, args=(self._run,), name="compute", daemon=True)
 
@@ -60,14 +72,18 @@ class PrefillCompute:
         """Begin loading; the mailbox gets EngineLoaded or EngineFailed."""
         self._thread.start()
 
-    def attach(self, slab: Slab, layout: KvLayout) -> None:
-        """Give the engine its slab; chunks may follow."""
+    def attach(self, slab: Slab, wire_layout: KvLayout, store: BlockStore) -> None:
+        """Give the engine its slab and the prefix cache its memory; chunks may follow.
+
+        A slab in another number format than the engine's is filled by conversion, out of slots of its own.
+        """
+        self._store = store
         self._slab = slab
-        self._layout = layout
+        self._wire_layout = wire_layout
         self._attached.set()
 
-    def put(self, command: RunChunk) -> None:
-        """Have one chunk computed; the mailbox gets ChunkComputed or ComputeFailed."""
+    def put(self, command: RunChunk | StoreBlocks) -> None:
+        """Have a command carried out; the mailbox gets its one answer."""
         self._commands.put(command)
 
     def stop(self) -> None:
@@ -85,18 +101,33 @@ class PrefillCompute:
         except Exception:
             self._mailbox.put(EngineFailed(traceback.format_exc()))
             return
-        self._chunk_tokens = engine.capabilities.chunk_tokens
+        self._layout = engine.capabilities.layout
         self._mailbox.put(EngineLoaded(engine.capabilities))
         self._attached.wait()
         if self._slab is not None:
-            engine.attach([self._slab.slot(index) for index in range(self._slab.slot_count)])
+            self._slots = self._engine_slots(engine)
+            engine.attach(self._slots)
         while (command := self._commands.get()) is not None:
             self._mailbox.put(self._answer(engine, command))
         engine.attach([])
 
-    def _answer(self, engine: PrefillEngine, command: RunChunk) -> Any:
+    def _engine_slots(self, engine: PrefillEngine) -> list[memoryview]:
+        """The memory that the engine computes into: the slab, or as many slots of its own form."""
+        slab, layout = self._slab, self._layout
+        if self._wire_layout == layout:
+            return [slab.slot(index) for index in range(slab.slot_count)]
+        form = engine.capabilities.form
+        wire_form = replace(form, dtype=self._wire_layout.dtype)
+        self._converter = KvConverter(form, wire_form, layout.head_dim)
+        return [memoryview(mmap.mmap(-1, layout.slot_bytes)) for _ in range(slab.slot_count)]
+
+    def _answer(self, engine: PrefillEngine, command: RunChunk | StoreBlocks) -> Any:
+        if isinstance(command, StoreBlocks):
+            return self._keep(command)
         try:
             return self._compute(engine, command)
+        except BlockCorrupt as error:
+            return PrefixCorrupt(command.slot, command.epoch, error.place)
         except Exception as error:
             trace = traceback.format_exc()
             self._log.error(LogEvent.COMPUTE_FAILED, job=command.job_id, traceback=trace)
@@ -109,11 +140,16 @@ class PrefillCompute:
                 detail = "the prompt does not match its digest: it has changed on the way"
                 return ComputeFailed(command.slot, command.epoch, detail, ErrorCode.KV_CORRUPT)
             self._slab.begin(command.slot, command.epoch)
+            self._copy_prefix(command)
         self._hooks.at("prefill.chunk")
         prompt = np.frombuffer(command.prompt, dtype="<i4").astype(np.int64)
         started_us = now_us()
-        logits = engine.prefill_chunk(command.slot, prompt, command.start, command.end)
+        logits = None
+        if command.end > command.cached_tokens:
+            first = max(command.start, command.cached_tokens)
+            logits = engine.prefill_chunk(command.slot, prompt, first, command.end)
         busy_us = now_us() - started_us
+        convert_us = self._convert(command)
         digest = self._digest(command.slot, command.start, command.end)
         if logits is not None and not self._intact(command):
             detail = "the KV of an earlier chunk changed in the slab while the prompt was computed"
@@ -130,6 +166,7 @@ class PrefillCompute:
             busy_us,
             row,
             None if row is None else bytes_digest(row),
+            convert_us,
         )
 
     def _intact(self, command: RunChunk) -> bool:
@@ -137,15 +174,53 @@ class PrefillCompute:
 
         The importer would find the damage too, but only after the first token was sampled.
         """
-        bounds = chunk_bounds(command.first, command.start, self._chunk_tokens)
         return all(
             self._digest(command.slot, start, end) == digest
-            for (start, end), digest in zip(bounds, command.digests, strict=True)
+            for (start, end), digest in zip(command.before, command.digests, strict=True)
         )
+
+    def _copy_prefix(self, command: RunChunk) -> None:
+        """Copy what is cached to where it would be computed. Raises `BlockCorrupt`."""
+        tokens = self._store.block_shape[2]
+        slot = self._rows(command.slot)
+        for number, place in enumerate(command.places):
+            start = number * tokens
+            end = min(start + tokens, command.cached_tokens)
+            slot[:, :, start:end] = self._store.read(place)[:, :, : end - start]
+
+    def _keep(self, command: StoreBlocks) -> BlocksStored:
+        """Copy blocks of a slot to the prefix cache."""
+        tokens = self._store.block_shape[2]
+        slot = self._rows(command.holder)
+        for store in command.stores:
+            self._store.write(store.place, slot[:, :, store.start_tokens : store.start_tokens + tokens])
+        return BlocksStored(tuple(store.entry_id for store in command.stores), ())
+
+    def _rows(self, index: int) -> np.ndarray:
+        """A slot as bytes, `[layer, 2, token, kv_head, bytes of one head's row]`."""
+        layout = self._layout
+        slot = np.frombuffer(self._slots[index], dtype=np.uint8)
+        return slot.reshape(layout.layers, 2, layout.max_tokens, layout.kv_heads, -1)
+
+    def _convert(self, command: RunChunk) -> int:
+        """Write a chunk to the slab in wire form, if the engine has not; the time it took in microseconds."""
+        if self._converter is None:
+            return 0
+        started_us = now_us()
+        source, target = (
+            np.frombuffer(memory, dtype=layout.numpy_dtype).reshape(layout.shape)
+            for memory, layout in (
+                (self._slots[command.slot], self._layout),
+                (self._slab.slot(command.slot), self._wire_layout),
+            )
+        )
+        chunk = slice(command.start, command.end)
+        self._converter.convert(source[:, :, chunk], out=target[:, :, chunk])
+        return now_us() - started_us
 
     def _digest(self, slot_index: int, start: int, end: int) -> bytes:
         """Digest of positions `[start, end)` in wire order: per layer, K then V, its tokens."""
-        layout = self._layout
+        layout = self._wire_layout
         slot = np.frombuffer(self._slab.slot(slot_index), dtype=np.uint8)
         runs = slot.reshape(2 * layout.layers, layout.max_tokens * layout.row_bytes)
         hasher = xxhash.xxh3_128()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ErrorCode
-from common.messages import Hello, HelloOk, HelloRefused, Role
+from common.messages import Hello, HelloOk, HelloRefused, Role, TcpPlane
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class ChunkComputed:
     busy_us: int
     logits: bytes | None = None
     logits_digest: bytes | None = None
+    convert_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,26 @@ class ComputeFailed:
     epoch: int
     detail: str
     code: ErrorCode = ErrorCode.PREFILL_ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class PlanePrepared:
+    """Answer to PreparePlane. bulk: where KV will be sent from; None: the memory is shared.
+
+    problem: why neither can be had, for the decode node's operator.
+    """
+
+    session: str
+    route: bytes
+    bulk: TcpPlane | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BulkReleased:
+    """Nothing that was sent in an ended session reads the slab any more."""
+
+    session: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +104,18 @@ class AnswerHello:
 
     route: bytes
     message: HelloOk | HelloRefused
+
+
+@dataclass(frozen=True, slots=True)
+class PreparePlane:
+    """Find out how KV gets to a decode node, and be ready for it; answered by PlanePrepared at once.
+
+    memory_probe: what to look for in shared memory; None: do not look, open a socket.
+    """
+
+    session: str
+    route: bytes
+    memory_probe: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +138,9 @@ class CloseSession:
 class RunChunk:
     """Compute positions `[start, end)` of a prompt into (slot, epoch); answered by exactly one event.
 
-    prompt_digest: of the whole prompt, as the decode node named it. digests: of the chunks before, from
-    `first` on, which the last chunk's logits depend on.
+    prompt_digest: of the whole prompt, as the decode node named it. before, digests: bounds and digests of
+    the chunks before, which the last chunk's logits depend on. Positions before `cached_tokens` are not
+    computed: with the first chunk they are copied from `places` of the prefix cache.
     """
 
     job_id: str
@@ -114,10 +148,21 @@ class RunChunk:
     epoch: int
     prompt: bytes
     prompt_digest: str
-    first: int
     start: int
     end: int
+    before: tuple[tuple[int, int], ...]
     digests: tuple[bytes, ...]
+    cached_tokens: int = 0
+    places: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCorrupt:
+    """A place of the prefix cache does not hold what was put there; nothing was computed."""
+
+    slot: int
+    epoch: int
+    place: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from common.messages import SlotGrant
 from prefill_node.production import SourceSlot
 
 _UNGRANTED = (SourceState.POOL, SourceState.ABANDONED)
-_PRODUCING = (SourceState.QUEUED, SourceState.COMPUTING, SourceState.ABANDONED)
+_PRODUCING = (SourceState.QUEUED, SourceState.COMPUTING, SourceState.SENDING, SourceState.ABANDONED)
 
 
 class Grants:

@@ -4,12 +4,16 @@ Decides nothing by itself but whether a PREFILL can be computed at all; read and
 `prefill_node.core` alone. It must never hold KV bytes or know a session's socket.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from common.data_planes import SHM
+from common.digests import PrefixIdentity
 from common.errors import ErrorCode
+from common.kv_layout import chunk_bounds
 from common.lifecycle import SOURCE_TRANSITIONS, SourceEvent, SourceState, advance
-from common.messages import NodeProfile, Prefill, PrefillDone, ShmPlane
+from common.messages import NodeProfile, Prefill, PrefillDone, PrefillFailed, ShmPlane
+from common.prefix_index import HeldPrefix
 from prefill_node.events import ChunkComputed, RunChunk
 
 
@@ -17,31 +21,56 @@ from prefill_node.events import ChunkComputed, RunChunk
 class PrefillSettings:
     """What the core needs to know of this process.
 
-    token_bytes: KV bytes of one token. decode_nodes: how many may have a session at once.
+    plane: the slab as shared memory, None when it is not shared. token_bytes: KV bytes of one token.
+    decode_nodes: how many may have a session at once. planes: data planes to offer. prefix_places: blocks
+    that the prefix cache holds, 0 without one.
     """
 
     incarnation: str
     profile: NodeProfile
-    plane: ShmPlane
+    slot_count: int
+    plane: ShmPlane | None
     token_bytes: int
     lease_ms: int
     stall_ms: int
     drain_ms: int
     decode_nodes: int
     slots_per_session: int
+    planes: tuple[str, ...] = (SHM,)
+    prefix_places: int = 0
+    prefix_block_tokens: int = 16
+    prefix_identity: PrefixIdentity | None = None
 
 
 @dataclass(slots=True)
 class Production:
-    """One PREFILL from arrival to its completion."""
+    """One PREFILL from arrival to its completion.
+
+    prefix, cached_tokens: what is copied from the prefix cache, held until it is, and how much that is.
+    offered, let_go: chunks handed to the data plane, and of these the ones that no longer read the slot.
+    outcome: the completion, once nothing but sends is between it and the decode node.
+    """
 
     request: Prefill
     arrived_ms: int
-    bounds: list[tuple[int, int]]
+    bounds: list[tuple[int, int]] = field(default_factory=list)
+    prefix: HeldPrefix | None = None
+    cached_tokens: int = 0
     started_ms: int | None = None
+    offered_ms: int | None = None
+    computed_ms: int | None = None
     busy_us: int = 0
+    convert_us: int = 0
     digests: list[bytes] = field(default_factory=list)
     cancelled: bool = False
+    offered: int = 0
+    let_go: int = 0
+    outcome: PrefillDone | PrefillFailed | None = None
+
+    @property
+    def sends(self) -> bool:
+        """Whether something that was sent may still read the slot."""
+        return self.let_go < self.offered
 
     @property
     def deadline_ms(self) -> int:
@@ -51,7 +80,11 @@ class Production:
 
 @dataclass(slots=True)
 class SourceSlot:
-    """One slot of the slab. `session` is None in the pool; `production` from PREFILL to its completion."""
+    """One slot of the slab.
+
+    `session` is None in the pool; `production` from PREFILL to its completion. sending_for: the ended session
+    whose sends may still read an ABANDONED slot.
+    """
 
     index: int
     state: SourceState = SourceState.POOL
@@ -59,6 +92,7 @@ class SourceSlot:
     last_epoch: int = 0
     production: Production | None = None
     since_ms: int = 0
+    sending_for: str | None = None
 
     def advance(self, event: SourceEvent, now_ms: int) -> None:
         """Follow the table."""
@@ -91,26 +125,39 @@ def refusal(request: Prefill, max_tokens: int, draining: bool) -> tuple[ErrorCod
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
             f"{token_count} tokens do not fit a slot of {max_tokens} tokens",
         )
-    if request.send_from != 0:
-        return ErrorCode.INVALID_REQUEST, "this prefill node has no prefix to start from"
+    if request.send_from >= token_count:
+        return ErrorCode.INVALID_REQUEST, f"nothing of {token_count} tokens is to be sent"
     return None
+
+
+def bounds_of(request: Prefill, cached_tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
+    """The chunks of a production. Each is wanted, or is not: `send_from` is a border.
+
+    What is neither cached nor wanted is computed all the same, for what comes behind it.
+    """
+    bounds = []
+    if cached_tokens < request.send_from:
+        bounds = chunk_bounds(cached_tokens, request.send_from, chunk_tokens)
+    return bounds + chunk_bounds(request.send_from, len(request.prompt) // 4, chunk_tokens)
 
 
 def next_chunk(production: Production) -> RunChunk:
     """What compute is to do next for a production that is not finished."""
     request = production.request
-    start, end = production.bounds[len(production.digests)]
-    digests = tuple(production.digests)
+    done = len(production.digests)
+    start, end = production.bounds[done]
     return RunChunk(
         request.job_id,
         request.slot,
         request.epoch,
         request.prompt,
         request.prompt_digest,
-        request.send_from,
         start,
         end,
-        digests,
+        tuple(production.bounds[:done]),
+        tuple(production.digests),
+        production.cached_tokens,
+        () if done or production.prefix is None else production.prefix.places,
     )
 
 
@@ -118,6 +165,11 @@ def terminal_record(production: Production, last: ChunkComputed, settings: Prefi
     """The record of a finished production, whose last chunk carries the logits."""
     request = production.request
     token_count = len(request.prompt) // 4
+    wanted = [
+        digest
+        for (start, _), digest in zip(production.bounds, production.digests, strict=True)
+        if start >= request.send_from
+    ]
     return PrefillDone(
         job_id=request.job_id,
         slot=request.slot,
@@ -126,9 +178,23 @@ def terminal_record(production: Production, last: ChunkComputed, settings: Prefi
         token_count=token_count,
         chunk_tokens=settings.profile.chunk_tokens,
         byte_count=(token_count - request.send_from) * settings.token_bytes,
-        chunk_digests=tuple(production.digests),
-        logits=last.logits,
-        logits_digest=last.logits_digest,
+        chunk_digests=tuple(wanted),
+        logits=last.logits or b"",
+        logits_digest=last.logits_digest or b"",
         queue_us=1_000 * (production.started_ms - production.arrived_ms),
         compute_us=production.busy_us,
+        cached_tokens=production.cached_tokens,
+        convert_us=production.convert_us,
+    )
+
+
+def timed(production: Production, now_ms: int) -> PrefillDone:
+    """The record of a production, with the times that only its end tells."""
+    record, offered_ms = production.outcome, production.offered_ms
+    if offered_ms is None:
+        return record
+    return replace(
+        record,
+        transfer_us=1_000 * (now_ms - offered_ms),
+        transfer_exposed_us=1_000 * (now_ms - production.computed_ms),
     )

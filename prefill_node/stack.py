@@ -1,16 +1,28 @@
-"""Sessions and core of a prefill node as one pure object.
+"""Sessions, bulk sockets and core of a prefill node as one pure object.
 
 Decides how effects of one layer become events of the other; stepped by the node's wiring and by simulation
-alike. It must never do I/O: what has to happen outside comes back as `SendFrame`, `RunChunk` or `ExitNode`,
-and `SessionLost` as news for the log.
+alike. It must never do I/O: what has to happen outside comes back as `SendFrame`, `ToBulk`, `RunChunk`,
+`PreparePlane` or `ExitNode`, and `SessionLost` as news for the log.
 """
 
 from collections import deque
 from typing import Any
 
+from common.kv_layout import KvLayout
 from common.messages import StatusReply
+from common.prefix_commands import BlocksStored
 from prefill_node import events as ev
 from prefill_node.core import PrefillCore
+from transport.bulk import (
+    BulkSender,
+    ChunkOffered,
+    ChunksLetGo,
+    CloseBulk,
+    FromBulk,
+    PiecesMoved,
+    SendsDropped,
+    ToBulk,
+)
 from transport.listener import Listener
 from transport.peers import (
     Answer,
@@ -22,17 +34,48 @@ from transport.peers import (
     Mistake,
     Post,
     RouteLost,
+    SendFrame,
     SessionEnded,
     Tick,
 )
 
 
 class PrefillStack:
-    """A listener and the prefill core."""
+    """A listener, the prefill core, and a bulk sender for each session whose KV is sent."""
 
-    def __init__(self, listener: Listener, core: PrefillCore) -> None:
+    def __init__(self, listener: Listener, core: PrefillCore, layout: KvLayout, give_up_ms: int) -> None:
+        """give_up_ms: how long a decode node may take no KV that waits for it."""
         self.listener = listener
         self.core = core
+        self.senders: dict[str, BulkSender] = {}
+        self._layout = layout
+        self._give_up_ms = give_up_ms
+        self._handlers = {
+            Tick: self._on_tick,
+            FrameReceived: self._to_listener,
+            BadFrame: self._to_listener,
+            RouteLost: self._to_listener,
+            EndSession: self._to_listener,
+            HelloArrived: self._on_hello,
+            SessionEnded: self._on_session_ended,
+            Delivered: self._on_delivered,
+            Mistake: self._on_mistake,
+            FromBulk: self._on_from_bulk,
+            ChunkOffered: self._to_sender,
+            SendsDropped: self._to_sender,
+            ChunksLetGo: self._to_core,
+            PiecesMoved: self._to_core,
+            ev.PlanePrepared: self._on_plane_prepared,
+            ev.ChunkComputed: self._to_core,
+            ev.ComputeFailed: self._to_core,
+            ev.PrefixCorrupt: self._to_core,
+            BlocksStored: self._to_core,
+            ev.BulkReleased: self._to_core,
+            ev.StopRequested: self._to_core,
+            ev.AnswerHello: self._on_answer,
+            ev.SendMessage: self._on_send,
+            ev.CloseSession: self._on_close,
+        }
 
     def step(self, event: Any, now_ms: int) -> list[Any]:
         """The only door. Takes events of the wire, of the core, and Tick."""
@@ -40,53 +83,75 @@ class PrefillStack:
         pending = deque([event])
         while pending:
             item = pending.popleft()
-            if isinstance(item, Tick):
-                pending.extend(self.listener.step(item, now_ms))
-                pending.extend(self.core.step(ev.TimePassed(), now_ms))
-            elif isinstance(item, (FrameReceived, BadFrame, RouteLost)):
-                pending.extend(self.listener.step(item, now_ms))
-            elif (inward := self._inward(item)) is not None:
-                pending.extend(self.core.step(inward, now_ms))
-                if isinstance(inward, ev.SessionLost):
-                    outside.append(inward)
-            elif (outward := self._outward(item, now_ms)) is not None:
-                pending.extend(self.listener.step(outward, now_ms))
-            elif isinstance(item, _CORE_EVENTS):
-                pending.extend(self.core.step(item, now_ms))
-            else:
+            handler = self._handlers.get(type(item))
+            if handler is None:
                 outside.append(item)
+                continue
+            if isinstance(item, SessionEnded):
+                outside.append(ev.SessionLost(item.session, item.role, item.cause))
+            pending.extend(handler(item, now_ms))
         return outside
 
     def deadline_ms(self) -> int | None:
         """When `step(Tick)` is due at the latest."""
-        deadlines = (self.listener.deadline_ms(), self.core.deadline_ms())
+        deadlines = [self.listener.deadline_ms(), self.core.deadline_ms()]
+        deadlines += [sender.deadline_ms() for sender in self.senders.values()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
-    def _inward(self, effect: Any) -> Any | None:
-        """What an effect of the sessions is to the core."""
-        match effect:
-            case HelloArrived(route=route, hello=hello):
-                return ev.HelloReceived(route, hello)
-            case SessionEnded(session=session, role=role, cause=cause):
-                return ev.SessionLost(session, role, cause)
-            case Delivered(session=session, message=message):
-                return ev.MessageReceived(session, message)
-            case Mistake(session=session, detail=detail):
-                return ev.ClientMistake(session, detail)
-        return None
+    def _on_tick(self, event: Tick, now_ms: int) -> list[Any]:
+        effects = self.listener.step(event, now_ms)
+        for sender in list(self.senders.values()):
+            effects += self._sender_effects(sender, event, now_ms)
+        return effects + self.core.step(ev.TimePassed(), now_ms)
 
-    def _outward(self, effect: Any, now_ms: int) -> Any | None:
-        """What an effect of the core is to the sessions."""
-        match effect:
-            case ev.AnswerHello(route=route, message=message):
-                return Answer(route, message)
-            case ev.SendMessage(session=session, message=StatusReply(body=status)):
-                return Post(session, StatusReply({**status, **self.listener.status(now_ms)}))
-            case ev.SendMessage(session=session, message=message):
-                return Post(session, message)
-            case ev.CloseSession(session=session, reason=reason):
-                return EndSession(session, reason)
-        return None
+    def _to_listener(self, event: Any, now_ms: int) -> list[Any]:
+        return self.listener.step(event, now_ms)
 
+    def _to_core(self, event: Any, now_ms: int) -> list[Any]:
+        return self.core.step(event, now_ms)
 
-_CORE_EVENTS = (ev.ChunkComputed, ev.ComputeFailed, ev.StopRequested)
+    def _on_hello(self, event: HelloArrived, now_ms: int) -> list[Any]:
+        return self.core.step(ev.HelloReceived(event.route, event.hello), now_ms)
+
+    def _on_delivered(self, event: Delivered, now_ms: int) -> list[Any]:
+        return self.core.step(ev.MessageReceived(event.session, event.message), now_ms)
+
+    def _on_mistake(self, event: Mistake, now_ms: int) -> list[Any]:
+        return self.core.step(ev.ClientMistake(event.session, event.detail), now_ms)
+
+    def _on_session_ended(self, event: SessionEnded, now_ms: int) -> list[Any]:
+        effects = self.core.step(ev.SessionLost(event.session, event.role, event.cause), now_ms)
+        if self.senders.pop(event.session, None) is not None:
+            effects.append(ToBulk(event.session, CloseBulk()))
+        return effects
+
+    def _on_plane_prepared(self, event: ev.PlanePrepared, now_ms: int) -> list[Any]:
+        if event.bulk is not None:
+            self.senders[event.session] = BulkSender(event.session, self._layout, self._give_up_ms)
+        return self.core.step(event, now_ms)
+
+    def _on_from_bulk(self, event: FromBulk, now_ms: int) -> list[Any]:
+        sender = self.senders.get(event.session)
+        return [] if sender is None else self._sender_effects(sender, event.item, now_ms)
+
+    def _to_sender(self, event: ChunkOffered | SendsDropped, now_ms: int) -> list[Any]:
+        sender = self.senders.get(event.session)
+        return [] if sender is None else self._sender_effects(sender, event, now_ms)
+
+    def _sender_effects(self, sender: BulkSender, event: Any, now_ms: int) -> list[Any]:
+        effects = sender.step(event, now_ms)
+        return [
+            ToBulk(sender.session, effect) if isinstance(effect, SendFrame) else effect for effect in effects
+        ]
+
+    def _on_answer(self, event: ev.AnswerHello, now_ms: int) -> list[Any]:
+        return self.listener.step(Answer(event.route, event.message), now_ms)
+
+    def _on_send(self, event: ev.SendMessage, now_ms: int) -> list[Any]:
+        message = event.message
+        if isinstance(message, StatusReply):
+            message = StatusReply({**message.body, **self.listener.status(now_ms)})
+        return self.listener.step(Post(event.session, message), now_ms)
+
+    def _on_close(self, event: ev.CloseSession, now_ms: int) -> list[Any]:
+        return self.listener.step(EndSession(event.session, event.reason), now_ms)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def prefill_status(core: "PrefillCore", now_ms: int) -> dict[str, Any]:
     """The node's state as a tree of plain values."""
     settings = core.settings
-    computing_ms = None if core.computing is None else now_ms - core.chunk_started_ms
+    computing_ms = None if core.line.computing is None else now_ms - core.line.chunk_started_ms
     slow = computing_ms is not None and computing_ms >= settings.stall_ms // 2
     return {
         "role": "prefill",
@@ -25,9 +25,10 @@ def prefill_status(core: "PrefillCore", now_ms: int) -> dict[str, Any]:
         "max_tokens": settings.profile.max_tokens,
         "decode_sessions": list(core.grants.sessions),
         "clients": len(core.clients),
-        "progress": core.progress,
+        "progress": core.line.progress,
         "progress_age_ms": computing_ms,
         "slots": [slot.status(now_ms) for slot in core.grants],
-        "queued": len(core.queue),
-        "counters": dict(core.counters),
+        "prefix_cache": core.line.cache.status() if core.line.cache.places else None,
+        "queued": len(core.line.queue),
+        "counters": {**core.line.counters, "hellos_refused": core.hellos_refused},
     }

@@ -27,7 +27,7 @@ from prefill_node import events as prefill_ev
 from prefill_node.core import PrefillCore
 from prefill_node.production import PrefillSettings
 from prefill_node.stack import PrefillStack
-from tests.devices import MAX_TOKENS, PROFILE, TOKEN_BYTES, Slab, SlotMemory
+from tests.devices import LAYOUT, MAX_TOKENS, PROFILE, TOKEN_BYTES, Slab, SlotMemory
 from transport.connector import Connector
 from transport.listener import Listener
 from transport.memory_link import MemoryRouter
@@ -90,9 +90,8 @@ def names(prefix: str) -> Callable[[], str]:
 
 def prefill_settings(incarnation: str, slots: int, profile: NodeProfile = PROFILE) -> PrefillSettings:
     plane = ShmPlane(incarnation, slots, MAX_TOKENS * TOKEN_BYTES)
-    limits = (1, plane.slot_count)
     return PrefillSettings(
-        incarnation, profile, plane, TOKEN_BYTES, TIMES.lease_ms, STALL_MS, DRAIN_MS, *limits
+        incarnation, profile, slots, plane, TOKEN_BYTES, TIMES.lease_ms, STALL_MS, DRAIN_MS, 1, slots
     )
 
 
@@ -102,7 +101,9 @@ class PrefillSide:
     def __init__(self, incarnation: str, slots: int, profile: NodeProfile = PROFILE) -> None:
         core = PrefillCore(prefill_settings(incarnation, slots, profile), names(f"{incarnation}-session"))
         self.core = core
-        self.stack = PrefillStack(Listener(TIMES, core.progress_count), core)
+        self.stack = PrefillStack(
+            Listener(TIMES, core.progress_count), core, LAYOUT, give_up_ms=TIMES.lease_ms
+        )
         self.router = MemoryRouter()
         self.port = ControlPort(self.router, NEVER_MS)
         self.slab = Slab([SlotMemory() for _ in range(slots)])

@@ -15,7 +15,7 @@ from decode_node import events as ev
 from decode_node.core import DecodeCore
 from decode_node.jobs import Job
 from decode_node.scheduler import Route
-from decode_node.stack import DecodeStack, FromWorker, MapSlab, SlabMapped, SlabRefused, ToWorker
+from decode_node.stack import DecodeStack, FromWorker, OpenPlane, PlaneOpened, PlaneRefused, ToWorker
 from decode_node.worker import Worker
 from prefill_node import events as prefill_ev
 from tests.actors import DECODE_SETTINGS, NEVER_MS, ROUTE, TIMES, WORKER, Client, PrefillSide, names
@@ -130,12 +130,12 @@ class Pair:
                 return list(filter(None, [self.port.send(effect, self.now_ms)]))
             case ToWorker(item=item):
                 self._execute_worker(item)
-            case MapSlab(hello_ok=hello_ok) if self.map_refusal:
-                return [SlabRefused(WORKER, hello_ok, self.map_refusal)]
-            case MapSlab(hello_ok=hello_ok):
+            case OpenPlane(hello_ok=hello_ok) if self.map_refusal:
+                return [PlaneRefused(WORKER, hello_ok, self.map_refusal)]
+            case OpenPlane(hello_ok=hello_ok):
                 self.device.mappings[hello_ok.session] = self._slabs[hello_ok.plane.name]
-                return [SlabMapped(WORKER, hello_ok)]
-            case ev.UnmapSlab(session=session):
+                return [PlaneOpened(WORKER, hello_ok)]
+            case ev.ClosePlane(session=session):
                 del self.device.mappings[session]
                 self.unmapped.append(session)
             case ev.PrepareSubmission() | ev.PushTokens():

@@ -15,7 +15,7 @@ import numpy as np
 
 from common.digests import bytes_digest, prompt_digest
 from common.errors import ErrorCode
-from common.kv_layout import chunk_bounds
+from common.kv_layout import KvLayout, chunk_bounds
 from common.messages import NodeProfile, PrefillDone
 from decode_node import events as ev
 from decode_node.sampler import JobSampler, ending_token_ids
@@ -30,6 +30,7 @@ PROFILE = NodeProfile(
     "letters", "weights", "tokenizer", 1, 1, 1, VOCABULARY, "uint8", "half", MAX_TOKENS, CHUNK_TOKENS
 )
 TOKEN_BYTES = 2
+LAYOUT = KvLayout(1, 1, 1, "uint8", MAX_TOKENS)
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -202,7 +203,7 @@ class Device:
         if decoding:
             self.running[command.lane] = (command.job_id, command.token_id)
         detail = "" if code is None else "bad KV"
-        return ev.ImportEnded(command.job_id, command.lane, code, detail, 10, 10, decoding)
+        return ev.ImportEnded(command.job_id, command.lane, code, detail, 10, 10, 0, decoding)
 
 
 def _import_fault(record: PrefillDone, slot: SlotMemory) -> ErrorCode | None:

@@ -8,6 +8,7 @@ import msgpack
 import pytest
 from annotated_types import Ge, Le, MaxLen
 
+from common import client_messages as cm
 from common import limits
 from common import messages as ms
 from common.errors import ErrorCode, PeerProtocolError
@@ -17,14 +18,14 @@ SESSION = "0123456789abcdef"
 _JOB = "c0" * 16
 _PROFILE = ms.NodeProfile("m/135M", "aa" * 16, "bb" * 16, 30, 3, 64, 49_152, "float32", "half", 768, 128)
 _GRANTS = (ms.SlotGrant(0, 17), ms.SlotGrant(5, 0))
-_PLANE = ms.ShmPlane("/tandem-0123456789abcdef01234567", 6, 2**24)
-_TIMINGS = ms.Timings(95, 40, {"queued": 5, "prefill": 30, "decode": 60}, 7, 29_000, 58_000, 900, 80, None)
+_PLANE = ms.ShmPlane("/tandem-0123456789abcdef012345", 6, 2**24)
+_TIMINGS = cm.Timings(95, 40, {"queued": 5, "prefill": 30, "decode": 60}, 7, 29_000, 58_000, 900, 80, None)
 _DIGESTS = (b"\x00" * 16, b"\xff" * 16)
 _SAMPLING = {"temperature": 0.5, "stop": ("\n",), "seed": 7}
 
 SAMPLES = [
-    ms.Hello("fedcba9876543210", 3, ms.Role.DECODE, _PROFILE),
-    ms.HelloOk(SESSION, "0011223344556677", 5_000, 20_000, _PROFILE, _GRANTS, _PLANE),
+    ms.Hello("fedcba9876543210", 3, ms.Role.DECODE, _PROFILE, ("shm", "tcp"), _PLANE.name),
+    ms.HelloOk(SESSION, "0011223344556677", 5_000, 20_000, _PROFILE, _GRANTS, _PLANE, ms.TcpPlane(49_152)),
     ms.HelloRefused(True, "another decode node's lease still lives", ("dtype", "kv_heads")),
     ms.SessionGone(SESSION),
     ms.Ping(),
@@ -39,16 +40,21 @@ SAMPLES = [
     ms.PrefillFailed(_JOB, 0, 1, ErrorCode.CANCELLED, "cancelled by the decode node"),
     ms.Cancel(1_023, 300),
     ms.Release(0, 2**32),
+    ms.BulkOpen(2**23),
+    ms.Credit(2**20),
+    ms.KvPiece(2, 70_000, 128, 256, 24, 6),
     ms.Submit("naïve 😀", None, None, (1, 128, 65_536), _SAMPLING),
     ms.CancelJob("naïve 😀"),
     ms.Accepted("a", _JOB, 3),
     ms.Rejected("a", ErrorCode.BUSY, "the queue is full", 250),
     ms.Tokens("a", (5, 49_151), " é"),
-    ms.Finished("a", "stop", "remote", ms.Usage(3, 4), _TIMINGS),
+    ms.Finished("a", "stop", "remote", cm.Usage(3, 4), _TIMINGS),
     ms.Failed("a", ErrorCode.PEER_LOST, "the prefill node died", False),
     ms.StatusRequest(),
     ms.StatusReply({"accepting": True, "lanes": (None, _JOB), "load": 0.25}),
     ms.ClientError(ErrorCode.BAD_MESSAGE, "expected 3 frames, got 2"),
+    ms.CacheOrder("save", "chat-2.cache"),
+    ms.CacheReply(12, 2**33, "/var/lib/tandem/chat-2.cache", ErrorCode.BUSY, "another one is going on"),
 ]
 SAMPLE_IDS = [type(sample).__name__ for sample in SAMPLES]
 every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=SAMPLE_IDS)

@@ -16,6 +16,8 @@ from common.endpoints import is_local
 from common.errors import ErrorCode, HandshakeRefused, NodeUnavailable, PeerProtocolError
 from common.ids import new_incarnation
 from common.messages import (
+    CacheOrder,
+    CacheReply,
     CancelJob,
     ClientError,
     Failed,
@@ -84,6 +86,7 @@ class Client:
         self._live: set[str] = set()
         self._arrived: list[Any] = []
         self._status: dict[str, Any] | None = None
+        self._cache_reply: CacheReply | None = None
         try:
             hasty = refused_timeout_ms is not None and is_local(endpoint)
             self._ensure_open(refused_timeout_ms if hasty else None)
@@ -99,6 +102,7 @@ class Client:
         messages: list[dict[str, str]] | None = None,
         prompt_ids: list[int] | None = None,
         sampling: dict[str, Any] | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         """Send a job; ACCEPTED or REJECTED and the rest come out of `events` under its label.
 
@@ -110,7 +114,7 @@ class Client:
             raise ValueError(f"a job named {label!r} is live: wait for its answer or choose another label")
         turns = None if messages is None else tuple(messages)
         ids = None if prompt_ids is None else tuple(prompt_ids)
-        job = Submit(label, prompt, turns, ids, sampling or {})
+        job = Submit(label, prompt, turns, ids, sampling or {}, cache_salt)
         problem = _unsendable(job)
         if problem is not None:
             self._arrived.append(Rejected(label, ErrorCode.INVALID_REQUEST, problem))
@@ -141,6 +145,20 @@ class Client:
             if (not self._turn(deadline_ms) and self._status is None) or self.hello is None:
                 raise NodeUnavailable(f"{self.endpoint} did not answer STATUS within {timeout_ms} ms")
         return self._status
+
+    def order_cache(self, action: str, name: str, timeout_ms: int) -> CacheReply:
+        """Have the node save its prefix cache, or load it, under a name in its directory; what came of it.
+
+        Raises `NodeUnavailable` when no answer comes in time.
+        """
+        self._ensure_open()
+        self._cache_reply = None
+        self._post(CacheOrder(action, name))
+        deadline_ms = now_ms() + timeout_ms
+        while self._cache_reply is None:
+            if (not self._turn(deadline_ms) and self._cache_reply is None) or self.hello is None:
+                raise NodeUnavailable(f"{self.endpoint} did not {action} its cache within {timeout_ms} ms")
+        return self._cache_reply
 
     @property
     def live(self) -> frozenset[str]:
@@ -228,6 +246,9 @@ class Client:
         if isinstance(message, StatusReply):
             self._status = message.body
             return
+        if isinstance(message, CacheReply):
+            self._cache_reply = message
+            return
         if isinstance(message, _TERMINAL):
             self._live.discard(message.label)
         if isinstance(message, ClientError):
@@ -235,6 +256,7 @@ class Client:
             for label in sorted(self._live):
                 self._arrived.append(Rejected(label, message.code, f"{self.endpoint}: {message.detail}"))
             self._live.clear()
+            self._cache_reply = CacheReply(0, 0, "", message.code, message.detail)
         elif hasattr(message, "label"):
             self._arrived.append(message)
 

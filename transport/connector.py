@@ -8,6 +8,7 @@ socket and one HELLO; no socket is used for a second session.
 from typing import Any
 
 from common import limits
+from common.data_planes import SHM
 from common.errors import ErrorCode
 from common.messages import Bye, Hello, HelloOk, HelloRefused, NodeProfile, Ping, Role, SessionGone
 from transport.peers import (
@@ -35,12 +36,21 @@ class Connector:
     """The one session, or the attempt at one, of a connecting node."""
 
     def __init__(
-        self, times: LivenessTimes, incarnation: str, role: Role, profile: NodeProfile | None = None
+        self,
+        times: LivenessTimes,
+        incarnation: str,
+        role: Role,
+        profile: NodeProfile | None = None,
+        planes: tuple[str, ...] = (SHM,),
+        memory_probe: str | None = None,
     ) -> None:
+        """The last four are for HELLO, which says what they are."""
         self._times = times
         self._incarnation = incarnation
         self._role = role
         self._profile = profile
+        self._planes = planes
+        self._memory_probe = memory_probe
         self._attempt = 0
         self._backoff_ms = times.backoff_min_ms
         self._next_attempt_ms: int | None = 0
@@ -181,7 +191,9 @@ class Connector:
         self._attempt += 1
         self._next_attempt_ms = None
         self._hello_deadline_ms = now_ms + self._times.hello_timeout_ms
-        hello = Hello(self._incarnation, self._attempt, self._role, self._profile)
+        hello = Hello(
+            self._incarnation, self._attempt, self._role, self._profile, self._planes, self._memory_probe
+        )
         return [OpenSocket(self._route), SendFrame(self._route, None, 0, hello)]
 
     def _give_up_attempt(self, now_ms: int) -> list[Any]:

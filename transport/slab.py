@@ -24,9 +24,15 @@ from common.errors import ConfigError
 
 _HEADER_BYTES = 64
 _PREFIX = "/tandem-"
-_NAME = re.compile(_PREFIX + "[0-9a-f]{24}")
+# With the prefix 30 characters: macOS takes no longer names.
+_NAME_BYTES = 11
+_NAME = re.compile(_PREFIX + "[0-9a-f]{22}")
 _DIRECTORY = Path("/dev/shm")
 _FENCE_LOCK = threading.Lock()
+
+
+class NoSharedMemory(ConfigError):
+    """The host, or the container, has no shared memory at all."""
 
 
 def _fence() -> None:
@@ -45,18 +51,21 @@ def _padded(size_bytes: int) -> int:
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+def _slab_bytes(slot_count: int, slot_bytes: int) -> int:
+    return _padded(slot_count * _HEADER_BYTES) + slot_count * _padded(slot_bytes)
+
+
 class _Mapping:
     """The mapped object, cut into epoch words and slots; base of both sides."""
 
-    def __init__(self, descriptor: int, slot_count: int, slot_bytes: int, protection: int) -> None:
+    def __init__(self, memory: mmap.mmap, slot_count: int, slot_bytes: int) -> None:
         self.slot_count = slot_count
         self.slot_bytes = slot_bytes
+        self.size_bytes = len(memory)
         header_bytes = _padded(slot_count * _HEADER_BYTES)
-        self.size_bytes = header_bytes + slot_count * _padded(slot_bytes)
-        self._map = mmap.mmap(descriptor, self.size_bytes, mmap.MAP_SHARED, protection)
-        words = np.frombuffer(self._map, dtype=np.uint64, count=slot_count * _HEADER_BYTES // 8)
+        words = np.frombuffer(memory, dtype=np.uint64, count=slot_count * _HEADER_BYTES // 8)
         self._epochs = words[:: _HEADER_BYTES // 8]
-        view = memoryview(self._map)
+        view = memoryview(memory)
         starts = [header_bytes + index * _padded(slot_bytes) for index in range(slot_count)]
         self._slots = [view[start : start + slot_bytes] for start in starts]
 
@@ -71,15 +80,25 @@ class _Mapping:
 
 
 class Slab(_Mapping):
-    """The prefill node's side: creates the object, owns its name, writes."""
+    """The prefill node's side: creates the object, owns its name, writes. `name` is None when not shared."""
 
-    def __init__(self, slot_count: int, slot_bytes: int) -> None:
-        """Reserve and touch the whole slab. Raises `ConfigError` when the host has no room for it."""
+    def __init__(self, slot_count: int, slot_bytes: int, shared: bool = True) -> None:
+        """Reserve and touch the whole slab. Raises `ConfigError` when the host has no room for it.
+
+        shared: whether other processes can map it; memory of the process alone otherwise. Raises
+        `NoSharedMemory` where there is nothing of the kind.
+        """
+        size_bytes = _slab_bytes(slot_count, slot_bytes)
+        self.name: str | None = None
+        if not shared:
+            super().__init__(mmap.mmap(-1, size_bytes), slot_count, slot_bytes)
+            return
         self.name, self._descriptor = _create()
         try:
-            size_bytes = _padded(slot_count * _HEADER_BYTES) + slot_count * _padded(slot_bytes)
             _reserve(self._descriptor, size_bytes, slot_count)
-            super().__init__(self._descriptor, slot_count, slot_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+            protection = mmap.PROT_READ | mmap.PROT_WRITE
+            memory = mmap.mmap(self._descriptor, size_bytes, mmap.MAP_SHARED, protection)
+            super().__init__(memory, slot_count, slot_bytes)
         except BaseException:
             self.unlink()
             os.close(self._descriptor)
@@ -92,10 +111,8 @@ class Slab(_Mapping):
 
     def unlink(self) -> None:
         """Remove the name. Mappings of readers stay valid until they let go."""
-        try:
-            _posixshmem.shm_unlink(self.name)
-        except FileNotFoundError:
-            return
+        if self.name is not None:
+            _unlink(self.name)
 
 
 class SlabView(_Mapping):
@@ -113,26 +130,77 @@ class SlabView(_Mapping):
                 " nodes must run on one host as one user and share /dev/shm (containers: the same --ipc)"
             ) from error
         try:
-            if os.fstat(descriptor).st_size < _padded(slot_count * _HEADER_BYTES) + slot_count * _padded(
-                slot_bytes
-            ):
+            size_bytes = _slab_bytes(slot_count, slot_bytes)
+            if os.fstat(descriptor).st_size < size_bytes:
                 raise ConfigError(f"the shared memory {name} is smaller than the prefill node said")
-            super().__init__(descriptor, slot_count, slot_bytes, mmap.PROT_READ)
+            memory = mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            super().__init__(memory, slot_count, slot_bytes)
         finally:
             os.close(descriptor)
 
 
-def _create() -> tuple[str, int]:
+class MemoryProbe:
+    """A shared memory object that exists while a HELLO is on its way: who finds it shares our memory.
+
+    Its name cannot be guessed, so that finding it is the proof; an address would not be one.
+    """
+
+    def __init__(self) -> None:
+        self.name = _new_name()
+        self._descriptor: int | None = None
+
+    def show(self) -> None:
+        """From now on it can be found, where there is shared memory."""
+        if self._descriptor is None:
+            try:
+                _, self._descriptor = _create(self.name)
+            except NoSharedMemory:
+                return
+
+    def hide(self) -> None:
+        """The HELLO was answered, or will not be."""
+        if self._descriptor is not None:
+            _unlink(self.name)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def memory_is_shared(probe: str) -> bool:
+    """Whether the process that shows this probe shares memory with us."""
+    if not _NAME.fullmatch(probe):
+        return False
+    try:
+        os.close(_posixshmem.shm_open(probe, os.O_RDONLY, mode=0))
+    except OSError:
+        return False
+    return True
+
+
+def _new_name() -> str:
+    return _PREFIX + secrets.token_hex(_NAME_BYTES)
+
+
+def _unlink(name: str) -> None:
+    try:
+        _posixshmem.shm_unlink(name)
+    except FileNotFoundError:
+        return
+
+
+def _create(name: str | None = None) -> tuple[str, int]:
     """A new object and a descriptor that holds its lock, which tells `remove_stale_slabs` that it is in use.
 
     Between the two a cleaner may take it for stale; what it took is given up and another one made.
     """
+    given = name
     while True:
-        name = _PREFIX + secrets.token_hex(12)
+        name = given or _new_name()
         try:
             descriptor = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
         except OSError as error:
-            raise ConfigError(f"no shared memory can be made in /dev/shm: {error.strerror}") from error
+            raise NoSharedMemory(
+                f"no shared memory can be made in /dev/shm ({error.strerror}): let --kv-plane be tcp or auto"
+            ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -161,7 +229,7 @@ def _reserve(descriptor: int, size_bytes: int, slot_count: int) -> None:
 def remove_stale_slabs() -> list[str]:
     """Unlink slabs whose creator has died, and name them. A live creator holds a lock on its slab."""
     removed = []
-    for path in sorted(_DIRECTORY.glob(_PREFIX[1:] + "[0-9a-f]" * 24)):
+    for path in sorted(_DIRECTORY.glob(_PREFIX[1:] + "[0-9a-f]" * 2 * _NAME_BYTES)):
         try:
             descriptor = os.open(path, os.O_RDWR)
         except OSError:

@@ -78,13 +78,7 @@ def bind_router(
     lock = None if path is None else IpcLock(path)
     socket = context.socket(zmq.ROUTER)
     _set_common_options(socket)
-    if keys is not None:
-        # CURVE alone: a peer without keys fails in the handshake.
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
-        socket.setsockopt(zmq.ZAP_DOMAIN, KEY_DOMAIN)
-        # Without a gate nobody gets in, instead of everybody.
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    _set_server_keys(socket, keys)
     # What a peer sends faster than it is read must not fill our memory.
     socket.setsockopt(zmq.RCVHWM, limits.UNREAD_MESSAGES)
     # An unroutable message is an error to us, not a silent drop.
@@ -102,7 +96,10 @@ def bind_router(
 
 
 def connect_dealer(
-    context: zmq.Context, endpoint: str, keys: ClientKeys | None = None
+    context: zmq.Context,
+    endpoint: str,
+    keys: ClientKeys | None = None,
+    unread_messages: int = limits.HIGH_WATER_MARK_MESSAGES,
 ) -> tuple[zmq.Socket, zmq.Socket]:
     """A DEALER for one session or one attempt at it, which never reconnects by itself, and its monitor.
 
@@ -110,19 +107,69 @@ def connect_dealer(
     """
     socket = context.socket(zmq.DEALER)
     _set_common_options(socket)
+    socket.setsockopt(zmq.RCVHWM, unread_messages)
     # A disconnect ends the session; a new one opens a new socket with our own back-off. Not -1, which says
     # the same: libzmq then throws away what had arrived unread (16 of 100 last words lost, measured).
     socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
     # HELLO waits in the socket while it connects; it dies with the socket.
     socket.setsockopt(zmq.IMMEDIATE, 0)
-    if keys is not None:
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
-        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+    _set_client_keys(socket, keys)
     # Before connect: a refusal may come at once.
     monitor = socket.get_monitor_socket(_CONNECTION_LOST)
     socket.connect(endpoint)
     return socket, monitor
+
+
+def bind_bulk_router(
+    context: zmq.Context, host: str, first_port: int, keys: ServerKeys | None
+) -> tuple[zmq.Socket, int]:
+    """A ROUTER for the KV of one session on a free port of `host`, and that port.
+
+    first_port: the ports that may be used begin there; 0 for any. Raises `ConfigError` when none is free.
+    """
+    socket = context.socket(zmq.ROUTER)
+    _set_common_options(socket)
+    _set_server_keys(socket, keys)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RCVHWM, limits.UNREAD_MESSAGES)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    ports = [first_port + offset for offset in range(limits.DECODE_SESSIONS)] if first_port else [0]
+    problem = ""
+    for port in ports:
+        try:
+            socket.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            problem = problem or error.strerror
+            continue
+        return socket, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+    socket.close(linger=0)
+    raise ConfigError(f"no port for KV can be bound on {host}, from {first_port} on: {problem}")
+
+
+def connect_bulk_dealer(
+    context: zmq.Context, endpoint: str, keys: ClientKeys | None
+) -> tuple[zmq.Socket, zmq.Socket]:
+    """The other end, which never reconnects, and its monitor; see `connect_dealer`."""
+    return connect_dealer(context, endpoint, keys, limits.KV_UNREAD_MESSAGES)
+
+
+def _set_server_keys(socket: zmq.Socket, keys: ServerKeys | None) -> None:
+    if keys is None:
+        return
+    # CURVE alone: a peer without keys fails in the handshake.
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
+    socket.setsockopt(zmq.ZAP_DOMAIN, KEY_DOMAIN)
+    # Without a gate nobody gets in, instead of everybody.
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def _set_client_keys(socket: zmq.Socket, keys: ClientKeys | None) -> None:
+    if keys is None:
+        return
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
 
 
 def _bind_problem(endpoint: str, error: zmq.ZMQError) -> str:

@@ -1,6 +1,6 @@
 """A model that is arithmetic on hashes: the test instrument, and the stand-in for absent hardware.
 
-Decides what the emulated tokenizer, KV, logits and device timings are. Loaded by `common/engines/registry.py`
+Decides what the emulated KV, logits and device timings are. Loaded by `common/engines/registry.py`
 for the backends `emulated`, `rngd` and `atom`; driven by the compute threads. It must never import torch or
 transformers, never read a lane beyond its length, and never depend on `--model`.
 
@@ -27,6 +27,10 @@ the digest found in memory one position before, and XORs lane_hash(memory) ^ lan
 that it continues from. That is nothing for the prompt's own prefix. Behind any other the new KV is wrong, as
 when a real engine attends over it.
 
+That is the natural form, and the one in which everything is computed. An engine told to write KV otherwise
+stores byte b % 2 * 4 + b // 2 of each K entry as its byte b (`interleaved`), and head 1 before head 0
+(`heads reversed`), in slots and lanes alike.
+
 Timings are declared, not measured. Those of `rngd` and `atom` are plausible constants, not the vendors'.
 """
 
@@ -38,18 +42,15 @@ import numpy as np
 import xxhash
 
 from common import clock
+from common.engines.byte_tokenizer import EOS, VOCAB_SIZE
 from common.engines.interface import Capabilities, ModelIdentity
 from common.engines.registry import EngineSettings
 from common.errors import ConfigError, check
+from common.kv_convert import KvForm
 
 LAYERS = 4
 KV_HEADS = 2
 HEAD_DIM = 8
-
-BOS = 256
-EOS = 257
-END_OF_TURN = 258
-VOCAB_SIZE = 259
 
 _MASK = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
@@ -66,8 +67,6 @@ _UNLIKELY_BIAS = -24.0
 _LATENESS_MAX_MS = 1.0
 # One word, or an array of them (uint64): the arithmetic is written once for both.
 Words = TypeVar("Words", int, np.ndarray)
-
-_CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,38 +87,6 @@ PROFILES = {
 }
 
 
-class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, and three special ids behind them."""
-
-    vocab_size = VOCAB_SIZE
-    eos_token_ids = frozenset({EOS})
-
-    def encode(self, text: str) -> list[int]:
-        """Bytes of the text. Raises ValueError for text that has no UTF-8 form (lone surrogates)."""
-        return list(text.encode())
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """BOS, then `role: content` and END_OF_TURN for each message, then `assistant: `.
-
-        Raises ValueError for no message, an unknown role, or a content that is not text.
-        """
-        if not messages:
-            raise ValueError("a conversation needs at least one message")
-        token_ids = [BOS]
-        for message in messages:
-            role, content = message.get("role"), message.get("content")
-            if role not in _CHAT_ROLES:
-                raise ValueError(f"role {role!r} is none of {sorted(_CHAT_ROLES)}")
-            if not isinstance(content, str):
-                raise ValueError(f"the content of a {role} message is not text")
-            token_ids += [*self.encode(f"{role}: {content}"), END_OF_TURN]
-        return token_ids + self.encode("assistant: ")
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of the bytes among the ids; what is not UTF-8 becomes U+FFFD."""
-        return bytes(token_id for token_id in token_ids if token_id < BOS).decode(errors="replace")
-
-
 def _mix(value: Words) -> Words:
     value = ((value ^ (value >> 30)) * _FACTOR_1) & _MASK
     value = ((value ^ (value >> 27)) * _FACTOR_2) & _MASK
@@ -134,11 +101,40 @@ def _unmix(value: Words) -> Words:
     return value ^ (value >> 30) ^ (value >> 60)
 
 
-class _Model:
-    """The definition above for one seed.
+class _Memory:
+    """A slot or lane in the engine's own form, and `words`: the same KV in the natural form, for the model.
 
-    `words` is a slot or lane as uint64, `[layer and K or V, token and head]`: 8 rows, each in wire order.
+    `words` is uint64, `[layer and K or V, token and head]`. Where the two forms are the same it is the memory
+    itself, and there is nothing to fetch or store.
     """
+
+    def __init__(self, stored: np.ndarray, form: KvForm) -> None:
+        self.stored = stored
+        self._natural = form.rope_form == "half" and not form.head_order
+        self._bytes = stored if self._natural else np.zeros_like(stored)
+        self.words = self._bytes.view("<u8").reshape(2 * LAYERS, -1)
+        self._heads = list(form.head_order or range(KV_HEADS))
+        self._key_bytes = list(range(HEAD_DIM))
+        if form.rope_form == "interleaved":
+            self._key_bytes = [byte % 2 * 4 + byte // 2 for byte in range(HEAD_DIM)]
+
+    def fetch(self, end: int) -> None:
+        """Bring positions `[0, end)` into `words`."""
+        if not self._natural:
+            natural, stored = self._bytes[:, :, :end], self.stored[:, :, :end]
+            natural[:, :, :, self._heads] = stored
+            natural[:, 0] = natural[:, 0][..., np.argsort(self._key_bytes)]
+
+    def store(self, start: int, end: int) -> None:
+        """Write positions `[start, end)` of `words` into the memory."""
+        if not self._natural:
+            natural, stored = self._bytes[:, :, start:end], self.stored[:, :, start:end]
+            stored[...] = natural[:, :, :, self._heads]
+            stored[:, 0] = stored[:, 0][..., self._key_bytes]
+
+
+class _Model:
+    """The definition above for one seed. `words` is a slot or lane as `_Memory` has it."""
 
     def __init__(self, seed: int, max_tokens: int) -> None:
         self._base = _mix((seed + _STEP) & _MASK)
@@ -156,18 +152,29 @@ class _Model:
         noise = (self._noise_factors * self._lane_hash(words, length)) >> 50
         return ((noise.astype(np.int64) << 9) + self._floor).astype(np.float32) / np.float32(_LOGIT_ONE)
 
-    def extend(self, words: np.ndarray, length: int, token_id: int) -> None:
-        """Write the KV of one token at position `length`, from nothing but the KV before it."""
-        digest = self._base
+    def step(self, memory: _Memory, length: int, token_id: int) -> np.ndarray:
+        """Write the KV of one token at position `length`, from the KV before it alone; logits behind it."""
+        memory.fetch(length)
+        words, digest = memory.words, self._base
         if length:
             last = (length - 1) * KV_HEADS
             digest = _unmix(int(words[0, last])) ^ int(self._keys[0, last])
         self._write(words, length, self._digests(digest, [token_id]))
+        memory.store(length, length + 1)
+        return self.logits(words, length + 1)
 
-    def write_chunk(self, words: np.ndarray, token_ids: np.ndarray, start: int, end: int) -> None:
-        """Write the KV of positions `[start, end)` of a prompt behind the prefix that is there."""
-        digest = self._continue_from(words, token_ids, start) if start else self._base
-        self._write(words, start, self._digests(digest, token_ids[start:end].tolist()))
+    def prefill_chunk(
+        self, memory: _Memory, token_ids: np.ndarray, start: int, end: int
+    ) -> np.ndarray | None:
+        """Write the KV of positions `[start, end)` of a prompt behind the prefix that is there.
+
+        Logits behind the last position if that is the prompt's end.
+        """
+        memory.fetch(start)
+        digest = self._continue_from(memory.words, token_ids, start) if start else self._base
+        self._write(memory.words, start, self._digests(digest, token_ids[start:end].tolist()))
+        memory.store(start, end)
+        return self.logits(memory.words, end) if end == len(token_ids) else None
 
     def _continue_from(self, words: np.ndarray, token_ids: np.ndarray, start: int) -> int:
         """Digest behind the prefix `[0, start)` in memory, disturbed if that is not the prompt's.
@@ -251,6 +258,7 @@ def _capabilities(
     bucketed: bool = False,
     lanes: int = 0,
     local_prefill: bool = False,
+    logits: bool = True,
 ) -> Capabilities:
     """Capabilities with an identity made of seed and shape, so that no real engine ever pairs with it."""
     shape = f"seed={settings.emulated_seed} {LAYERS}x{KV_HEADS}x{HEAD_DIM} vocab={VOCAB_SIZE}"
@@ -266,7 +274,9 @@ def _capabilities(
     return Capabilities(
         identity=identity,
         dtype="uint8",
-        rope_form="half",
+        rope_form=settings.emulated_rope_form,
+        head_order=(1, 0) if settings.emulated_heads_reversed else (),
+        logits=logits,
         max_tokens=max_tokens,
         chunk_tokens=chunk_tokens,
         bucketed=bucketed,
@@ -292,17 +302,19 @@ class EmulatedPrefillEngine:
             chunk_tokens=chunk_tokens,
             longest_ms=self._timings.chunk_ms(chunk_tokens),
             bucketed=profile.bucketed,
+            logits=not settings.emulated_no_logits,
         )
         self._model = _Model(settings.emulated_seed, self.capabilities.max_tokens)
         self._pace = _Pace()
-        self._slots: list[np.ndarray] = []
+        self._slots: list[_Memory] = []
 
     def attach(self, slots: list[memoryview]) -> None:
         """Take the slab's payloads, `layout.slot_bytes` each; they are held until the next attach."""
         layout = self.capabilities.layout
         for slot in slots:
             check(slot.nbytes == layout.slot_bytes, f"slot of {slot.nbytes} bytes, not {layout.slot_bytes}")
-        self._slots = [np.frombuffer(slot, dtype="<u8").reshape(2 * LAYERS, -1) for slot in slots]
+        arrays = [np.frombuffer(slot, dtype=np.uint8).reshape(layout.shape) for slot in slots]
+        self._slots = [_Memory(array, self.capabilities.form) for array in arrays]
 
     def prefill_chunk(
         self, slot_index: int, token_ids: np.ndarray, start: int, end: int
@@ -310,11 +322,9 @@ class EmulatedPrefillEngine:
         """Compute KV of positions `[start, end)` into the slot, in the declared time of such a chunk."""
         started_us = clock.now_us()
         check(0 <= start < end <= self.capabilities.max_tokens, f"chunk [{start}, {end}) outside the slot")
-        words = self._slots[slot_index]
-        self._model.write_chunk(words, token_ids, start, end)
-        logits = self._model.logits(words, end) if end == len(token_ids) else None
+        logits = self._model.prefill_chunk(self._slots[slot_index], token_ids, start, end)
         self._pace.stretch(started_us, self._timings.chunk_ms(end - start))
-        return logits
+        return logits if self.capabilities.logits else None
 
 
 class EmulatedDecodeEngine:
@@ -338,9 +348,8 @@ class EmulatedDecodeEngine:
         )
         self._model = _Model(settings.emulated_seed, self.capabilities.max_tokens)
         self._pace = _Pace()
-        shape = self.capabilities.layout.shape
-        self._lanes = [np.zeros(shape, dtype=np.uint8) for _ in range(settings.lanes)]
-        self._words = [lane.view("<u8").reshape(2 * LAYERS, -1) for lane in self._lanes]
+        form, shape = self.capabilities.form, self.capabilities.layout.shape
+        self._lanes = [_Memory(np.zeros(shape, dtype=np.uint8), form) for _ in range(settings.lanes)]
         self._lengths = [0] * settings.lanes
 
     def write_kv(self, lane: int, layer: int, start: int, piece: np.ndarray) -> None:
@@ -348,7 +357,12 @@ class EmulatedDecodeEngine:
         layer_count, _, token_count, _, _ = piece.shape
         check(layer + layer_count <= LAYERS, f"layers [{layer}, {layer + layer_count}) outside the model")
         self._check_positions(start, start + token_count)
-        self._lanes[lane][layer : layer + layer_count, :, start : start + token_count] = piece
+        self._lanes[lane].stored[layer : layer + layer_count, :, start : start + token_count] = piece
+
+    def read_kv(self, lane: int, first_layer: int, last_layer: int, start: int, end: int) -> np.ndarray:
+        """Positions `[start, end)` of the lane as a piece of its own."""
+        check(0 <= start <= end <= self._lengths[lane], f"KV of [{start}, {end}) in a lane that is shorter")
+        return self._lanes[lane].stored[first_layer:last_layer, :, start:end].copy()
 
     def set_length(self, lane: int, token_count: int) -> None:
         """Declare that the lane holds positions `[0, token_count)`; whatever lies behind them is not read."""
@@ -362,9 +376,8 @@ class EmulatedDecodeEngine:
         for row, (lane, token_id) in enumerate(zip(lanes, token_ids, strict=True)):
             length = self._lengths[lane]
             self._check_positions(length, length + 1)
-            self._model.extend(self._words[lane], length, token_id)
+            logits[row] = self._model.step(self._lanes[lane], length, token_id)
             self._lengths[lane] = length + 1
-            logits[row] = self._model.logits(self._words[lane], length + 1)
         self._pace.stretch(started_us, self._timings.decode_ms)
         return logits
 
@@ -374,10 +387,8 @@ class EmulatedDecodeEngine:
         check(self.capabilities.local_prefill, "this decode engine has no local prefill")
         check(start < end, f"empty chunk [{start}, {end})")
         self._check_positions(start, end)
-        words = self._words[lane]
-        self._model.write_chunk(words, token_ids, start, end)
+        logits = self._model.prefill_chunk(self._lanes[lane], token_ids, start, end)
         self._lengths[lane] = end
-        logits = self._model.logits(words, end) if end == len(token_ids) else None
         self._pace.stretch(started_us, self._timings.chunk_ms(end - start))
         return logits
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from common.kv_convert import KvForm
 from common.kv_layout import KvLayout
 
 
@@ -37,8 +38,10 @@ class Capabilities:
     max_tokens: most positions a slot or lane can hold. chunk_tokens: prefill cuts at multiples of it.
     bucketed: a chunk is padded to chunk_tokens, so a short one costs as much as a full one. lanes: how many
     requests decode at once, 0 for a prefill-only engine. local_prefill: whether the decode engine can compute
-    a prompt itself. rope_form: `half` (rotate halves) or `interleaved`. longest_chunk_ms: an upper bound of
-    one chunk's or step's compute time, from which the node derives its stall bound.
+    a prompt itself. longest_chunk_ms: an upper bound of one chunk's or step's compute time, from which the
+    node derives its stall bound. logits: whether prefill answers the logits of a prompt's last position; if
+    not, the prompt is handed over one token short, and the decode engine computes that token. rope_form,
+    head_order, rotary_dim: how KV is written, as `KvForm` has them.
     """
 
     identity: ModelIdentity
@@ -50,6 +53,14 @@ class Capabilities:
     lanes: int = 0
     local_prefill: bool = False
     longest_chunk_ms: int = 10_000
+    logits: bool = True
+    head_order: tuple[int, ...] = ()
+    rotary_dim: int = 0
+
+    @property
+    def form(self) -> KvForm:
+        """How this engine writes KV."""
+        return KvForm(self.dtype, self.rope_form, self.head_order, self.rotary_dim)
 
     @property
     def layout(self) -> KvLayout:
@@ -91,8 +102,8 @@ class PrefillEngine(Protocol):
         """Compute KV of positions `[start, end)` of the prompt `token_ids` (int64) into the slot.
 
         Positions before `start` are already in the slot. Returns the logits of the last position (float32,
-        `[vocab_size]`) when `end` is the prompt's end, else None. A new prompt starts at `start == 0` and may
-        find any bytes in the slot.
+        `[vocab_size]`) when `end` is the prompt's end and the engine has logits, else None. A new prompt
+        starts at `start == 0` and may find any bytes in the slot.
         """
 
 
@@ -107,6 +118,12 @@ class DecodeEngine(Protocol):
         `piece` is `[layer_count, 2, token_count, kv_heads, head_dim]` in wire layout (dtype as the layout
         names it; bfloat16 arrives as uint16 bits), for layers from `layer` and positions from `start`. The
         bytes may be reused by the caller afterwards.
+        """
+
+    def read_kv(self, lane: int, first_layer: int, last_layer: int, start: int, end: int) -> np.ndarray:
+        """KV of positions `[start, end)`, all in the lane's length, in layers `[first_layer, last_layer)`.
+
+        A wire piece as `write_kv` takes it, in the engine's own form, contiguous and in memory of its own.
         """
 
     def set_length(self, lane: int, token_count: int) -> None:

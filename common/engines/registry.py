@@ -53,6 +53,9 @@ class EngineSettings:
     emulated_seed: int = 0
     emulated_prefill_tokens_per_s: float | None = None
     emulated_decode_ms: float | None = None
+    emulated_rope_form: str = "half"
+    emulated_heads_reversed: bool = False
+    emulated_no_logits: bool = False
 
 
 def load_prefill_engine(settings: EngineSettings) -> PrefillEngine:
@@ -86,7 +89,7 @@ def load_decode_engine(settings: EngineSettings) -> DecodeEngine:
 def load_tokenizer(settings: EngineSettings) -> Tokenizer:
     """Load the tokenizer that belongs to the backend's model. Raises `ConfigError` like the engines."""
     if BACKENDS[settings.backend].emulated:
-        from common.engines.emulated import ByteTokenizer
+        from common.engines.byte_tokenizer import ByteTokenizer
 
         return ByteTokenizer()
     from common.engines.model_files import load_hugging_face_tokenizer

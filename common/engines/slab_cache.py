@@ -96,6 +96,12 @@ def wire_piece(piece: np.ndarray, dtype: str) -> torch.Tensor:
     return torch.from_dlpack(piece).view(TORCH_DTYPES[dtype]).transpose(2, 3)
 
 
+def as_wire(kv: torch.Tensor) -> np.ndarray:
+    """KV as a lane holds it, `[layer, 2, kv_head, token, head_dim]`, as it travels; a copy."""
+    wire = kv.transpose(2, 3).clone(memory_format=torch.contiguous_format)
+    return (wire.view(torch.uint16) if wire.dtype == torch.bfloat16 else wire).numpy()
+
+
 class CausalBand:
     """Additive masks of chunks that continue behind earlier positions, all cut from one small matrix.
 

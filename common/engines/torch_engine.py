@@ -26,6 +26,7 @@ from common.engines.slab_cache import (
     TORCH_DTYPES,
     CausalBand,
     SlabCache,
+    as_wire,
     slab_attention,
     slot_memory,
     wire_piece,
@@ -172,6 +173,10 @@ class TorchDecodeEngine:
         layers, _, _, count, _ = source.shape
         self._memory[layer : layer + layers, :, lane, :, start : start + count].copy_(source)
 
+    def read_kv(self, lane: int, first_layer: int, last_layer: int, start: int, end: int) -> np.ndarray:
+        check(0 <= start <= end <= self._lengths[lane], f"KV of [{start}, {end}) in a lane that is shorter")
+        return as_wire(self._memory[first_layer:last_layer, :, lane, :, start:end])
+
     def set_length(self, lane: int, token_count: int) -> None:
         check(0 <= token_count <= self.capabilities.max_tokens, f"a lane of {token_count} positions")
         self._lengths[lane] = token_count
@@ -237,11 +242,20 @@ def _capabilities(
         identity=identity,
         dtype=settings.dtype,
         rope_form="interleaved" if config.model_type in _INTERLEAVED_ROPE else "half",
+        rotary_dim=_rotary_dim(config, identity.head_dim),
         max_tokens=max_tokens,
         chunk_tokens=min(settings.chunk_tokens or DEFAULT_CHUNK_TOKENS, max_tokens),
         lanes=lanes,
         local_prefill=lanes > 0,
     )
+
+
+def _rotary_dim(config: PreTrainedConfig, head_dim: int) -> int:
+    """How many of a head's first elements are rotated; 0 for all."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1
+    rotated = getattr(config, "rotary_dim", None) or int(head_dim * share)
+    return 0 if rotated == head_dim else rotated
 
 
 def _load(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -24,6 +24,7 @@ from common.engines.model_files import NAMED_MODEL, ModelFiles
 from common.engines.registry import EngineSettings
 from common.engines.torch_engine import TorchDecodeEngine, TorchPrefillEngine
 from common.errors import ConfigError, InvariantViolation
+from common.kv_convert import KvConverter, KvForm
 from common.kv_layout import chunk_bounds
 
 pytestmark = pytest.mark.real_model
@@ -152,6 +153,18 @@ def test_a_slot_leads_to_the_bits_of_local_prefill(pair, token_ids, prompt_token
         assert not np.isnan(of_local).any()
 
 
+@pytest.mark.parametrize("prompt_tokens", [1, 2, CHUNK + 1])
+def test_a_prompt_handed_over_one_token_short_gives_the_tokens_of_generate(
+    pair, reference, token_ids, prompt_tokens: int
+) -> None:
+    prompt = token_ids[:prompt_tokens]
+    if prompt_tokens > 1:
+        prefill_in(pair.prefill, 0, prompt[:-1])
+    hand_over(pair, 0, 1, prompt_tokens - 1)
+    logits = pair.decode.step([1], [int(prompt[-1])])[0]
+    assert_same_tokens(reference, prompt, greedy(pair.decode, 1, logits, NEW_TOKENS))
+
+
 def test_lanes_do_not_disturb_each_other(pair, token_ids) -> None:
     alone = greedy(pair.decode, 0, prefill_in(pair.decode, 0, token_ids[:40]), 6)
     first, second = prefill_in(pair.decode, 0, token_ids[:40]), prefill_in(pair.decode, 1, token_ids[40:150])
@@ -171,6 +184,25 @@ def test_a_prefill_continues_behind_a_prefix(pair, token_ids) -> None:
     pair.decode.write_kv(1, 0, 0, pair.slots[0][:, :, :CHUNK])
     pair.decode.set_length(1, CHUNK)
     assert np.array_equal(prefill_in(pair.decode, 1, prompt, start=CHUNK), whole)
+
+
+def test_kv_read_from_a_lane_is_what_lies_in_the_slot_and_serves_another_lane(pair, token_ids) -> None:
+    prompt = token_ids[: CHUNK + 20]
+    prefill_in(pair.prefill, 0, prompt)
+    prefill_in(pair.decode, 0, prompt)
+    piece = pair.decode.read_kv(0, 3, 10, 30, len(prompt))
+    assert piece.flags.c_contiguous
+    assert np.array_equal(piece, pair.slots[0][3:10, :, 30 : len(prompt)])
+
+    for token in token_ids[:3].tolist():
+        pair.decode.step([0], [token])
+    end = len(prompt) + 3
+    pair.decode.write_kv(1, 0, 0, pair.decode.read_kv(0, 0, pair.layout.layers, 0, end))
+    pair.decode.set_length(1, end)
+    of_first, of_second = pair.decode.step([0, 1], [5, 5])
+    assert np.array_equal(of_first, of_second)
+    with pytest.raises(InvariantViolation, match="shorter"):
+        pair.decode.read_kv(0, 0, 1, 0, end + 2)
 
 
 def test_memory_holds_no_position_beyond_its_end(pair, token_ids) -> None:
@@ -270,6 +302,7 @@ def test_bfloat16_passes_as_bits(tmp_path: Path) -> None:
     remote = prefill_in(pair.prefill, 0, prompt)
     assert np.array_equal(prefill_in(pair.decode, 0, prompt), remote)
     hand_over(pair, 0, 1, len(prompt))
+    assert np.array_equal(pair.decode.read_kv(0, 0, 2, 0, 21), pair.slots[0][:, :, :21])
     of_local, of_remote = pair.decode.step([0, 1], [30, 30])
     assert np.array_equal(of_local, of_remote)
 
@@ -279,6 +312,27 @@ def test_bfloat16_passes_as_bits(tmp_path: Path) -> None:
     assert np.corrcoef(expected, of_remote)[0, 1] > 0.99
 
 
+@pytest.mark.parametrize(
+    ("dtype", "error_max"), [("float32", 0), ("bfloat16", 2e-2), ("float16", 2e-3), ("int8", 5e-2)]
+)
+def test_each_wire_dtype_keeps_the_logits_within_its_error(
+    tmp_path: Path, dtype: str, error_max: float
+) -> None:
+    settings = settings_of(write_model(tmp_path / "model", "llama"), max_tokens=64, chunk_tokens=8)
+    pair = make_pair(settings)
+    prompt = np.arange(1, 22)
+    prefill_in(pair.prefill, 0, prompt)
+    prefill_in(pair.decode, 0, prompt)
+    own, sent = pair.prefill.capabilities.form, KvForm(dtype)
+    head_dim = pair.layout.head_dim
+    wire = KvConverter(own, sent, head_dim).convert(pair.slots[0][:, :, :21])
+    pair.decode.write_kv(1, 0, 0, KvConverter(sent, own, head_dim).convert(wire))
+    pair.decode.set_length(1, 21)
+    exact, converted = pair.decode.step([0, 1], [30, 30])
+    error = np.abs(exact - converted).max() / exact.std()
+    assert error == 0 if error_max == 0 else 0 < error < error_max
+
+
 @pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gptj"])
 def test_other_families_give_the_tokens_of_generate(tmp_path: Path, model_type: str) -> None:
     others = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 96}
@@ -286,7 +340,8 @@ def test_other_families_give_the_tokens_of_generate(tmp_path: Path, model_type: 
         others["num_key_value_heads"] = 4
     directory = write_model(tmp_path / "model", model_type, **(others if model_type == "gptj" else {}))
     pair = make_pair(settings_of(directory, max_tokens=64, chunk_tokens=8))
-    assert pair.prefill.capabilities.rope_form == ("interleaved" if model_type == "gptj" else "half")
+    form = KvForm("float32", "interleaved", (), 4) if model_type == "gptj" else KvForm("float32", "half")
+    assert pair.prefill.capabilities.form == form
     prompt = np.arange(1, 22)
     logits = prefill_in(pair.prefill, 0, prompt)
     hand_over(pair, 0, 0, len(prompt))

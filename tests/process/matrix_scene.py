@@ -73,10 +73,11 @@ def slot_of(status: dict[str, Any]) -> str:
     return worker["slots"][0]["state"] if worker["slots"] else "lost"
 
 
-def play(world: World, place: Place, cause: Cause, outcome: Outcome) -> None:
-    """One cell of the matrix on a pair of its own, from its start to its clean end."""
-    jobs = EMULATED if world.conditions is None else SLOW
-    pair = world.pair(decode=(*decode_flags(place, cause), *jobs.decode_flags))
+def play(world: World, place: Place, cause: Cause, outcome: Outcome, plane: str = "auto") -> None:
+    """One cell of the matrix on a pair of its own, from its start to its clean end. plane: `--kv-plane`."""
+    jobs, kv_plane = EMULATED if world.conditions is None else SLOW, ("--kv-plane", plane)
+    jobs = replace(jobs, prefill_flags=kv_plane, decode_flags=(*jobs.decode_flags, *kv_plane))
+    pair = world.pair(jobs.prefill_flags, (*decode_flags(place, cause), *jobs.decode_flags))
     scene = Scene(pair, place, cause, jobs)
     play_on(scene, outcome)
     scene.pair.audit(local_tokens=scene.local_tokens(outcome))

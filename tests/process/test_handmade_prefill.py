@@ -5,13 +5,15 @@ come back, a job that runs is undisturbed, and the next prompt is computed as ev
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from common import messages as ms
+from common.client_messages import CacheOrder, CacheReply
+from common.compatibility import MUST_BE_EQUAL
 from common.digests import prompt_digest
 from common.errors import ErrorCode
 from common.limits import EPOCH_STEP
@@ -170,7 +172,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": ({"prompt": b""}, "EMPTY_PROMPT"),
     "a prompt cut inside an id": ({"prompt": b"\x61\x00\x00"}, "EMPTY_PROMPT"),
     "a prompt too long": ({"prompt": b"\x61\x00\x00\x00" * 1025}, "CONTEXT_LENGTH_EXCEEDED"),
-    "a prefix that is not there": ({"send_from": 5}, "INVALID_REQUEST"),
+    "nothing to send": ({"send_from": 1_000}, "INVALID_REQUEST"),
 }
 
 
@@ -292,10 +294,7 @@ def test_a_rival_waits_and_disturbs_nothing(prefill: Daemon, profile: NodeProfil
     check_good_prefill(prefill, profile)
 
 
-MUST_BE_EQUAL = [item.name for item in fields(NodeProfile) if item.name not in ("max_tokens", "chunk_tokens")]
-
-
-@pytest.mark.parametrize("name", MUST_BE_EQUAL)
+@pytest.mark.parametrize("name", [*MUST_BE_EQUAL, "dtype"])
 def test_a_decode_node_of_another_model_is_refused_by_the_name_of_what_differs(
     prefill: Daemon, profile: NodeProfile, name: str
 ) -> None:
@@ -317,6 +316,7 @@ ANSWERED: dict[str, dict[type, type | None]] = {
         ms.StatusRequest: ms.StatusReply,
         ms.Submit: ms.Rejected,
         ms.CancelJob: None,
+        CacheOrder: CacheReply,
     },
 }
 

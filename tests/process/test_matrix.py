@@ -1,7 +1,8 @@
 """Faults on real processes: every state of a job against every cause of trouble, from one table.
 
-A telling part of it runs on every change. All of it, and all of it again with queues of one message and
-pauses at every hand-over, is for the night: `pytest -m nightly tests/process/test_matrix.py`.
+A telling part of it runs on every change, on shared memory, and a third of that over TCP, another one after
+another change. All of it on both, and all of it again with queues of one message and pauses at every
+hand-over, is for the night: `pytest -m nightly tests/process/test_matrix.py`.
 """
 
 from collections.abc import Iterator
@@ -11,12 +12,18 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from common.lifecycle import JobState
+from tests.process.harness import ROOT
 from tests.process.matrix import CELLS, EXPECTED, POSSIBLE, TELLING, Cause, Cell, Place, name_of
 from tests.process.matrix_scene import Scene, decode_flags, play, play_on
 from tests.process.world import Pair, World
 
 QUEUES_OF_ONE = {"high_water_mark": 1, "delay_ms": 3.0}
 LASTING_FLAGS = decode_flags(Place.PREFILLING, Cause.CANCEL)
+SOURCES = [
+    path for name in ("transport", "prefill_node", "decode_node") for path in (ROOT / name).glob("*.py")
+]
+OVER_TCP = TELLING[sum(path.stat().st_size for path in SOURCES) % 3 :: 3]
+on_both_planes = pytest.mark.parametrize("plane", ["shm", "tcp"])
 every_possible_cell = pytest.mark.parametrize("cell", POSSIBLE, ids=name_of)
 
 
@@ -68,15 +75,25 @@ def test_a_fault_in_a_state_has_its_one_right_answer(world: World, cell: Cell) -
     play(world, place, cause, EXPECTED[cause][place])
 
 
-@pytest.mark.nightly
-@every_possible_cell
-def test_every_fault_in_every_state_has_its_one_right_answer(world: World, cell: Cell) -> None:
+@pytest.mark.parametrize("cell", OVER_TCP, ids=name_of)
+def test_a_fault_in_a_state_has_the_same_answer_over_tcp(world: World, cell: Cell) -> None:
     place, cause = cell
-    play(world, place, cause, EXPECTED[cause][place])
+    play(world, place, cause, EXPECTED[cause][place], "tcp")
 
 
 @pytest.mark.nightly
+@on_both_planes
 @every_possible_cell
-def test_queues_of_one_message_and_pauses_change_no_answer(harsh_world: World, cell: Cell) -> None:
+def test_every_fault_in_every_state_has_its_one_right_answer(world: World, cell: Cell, plane: str) -> None:
     place, cause = cell
-    play(harsh_world, place, cause, EXPECTED[cause][place])
+    play(world, place, cause, EXPECTED[cause][place], plane)
+
+
+@pytest.mark.nightly
+@on_both_planes
+@every_possible_cell
+def test_queues_of_one_message_and_pauses_change_no_answer(
+    harsh_world: World, cell: Cell, plane: str
+) -> None:
+    place, cause = cell
+    play(harsh_world, place, cause, EXPECTED[cause][place], plane)

@@ -12,7 +12,7 @@ def test_nodes_of_different_models_do_not_pair_and_the_fields_are_named(world: W
     decode = world.launch("decode_node", "--pd-prefill-worker", prefill.endpoint, *PREFETCH)
     assert world.exit_of(decode) == 3
     refusal = world.wait_for_log(decode, "hello.refused")["detail"]
-    assert "model_id: emulated-1 here, emulated-0 there" in refusal
+    assert "model_id: emulated-1 and emulated-0" in refusal
     assert "weights_digest" in refusal
     assert decode.logged("node.stopped", status=3)
     assert prefill.status is None

@@ -15,10 +15,11 @@ A_TOKENS = 400
 SLOW_DECODE = (*PREFETCH, "--emulated-decode-ms", "3")
 
 
-@pytest.fixture(scope="module")
-def slow_pair(shared_world: World) -> Iterator[Pair]:
-    """One source slot, and a lane that takes its time; every test leaves it clean."""
-    pair = shared_world.pair(decode=(*SLOW_DECODE, "--lease-ms", "20000"))
+@pytest.fixture(scope="module", params=["shm", "tcp"])
+def slow_pair(request: pytest.FixtureRequest, shared_world: World) -> Iterator[Pair]:
+    """One source slot, and a lane that takes its time; every test leaves it clean. On each data plane."""
+    plane = ("--kv-plane", request.param)
+    pair = shared_world.pair(plane, (*SLOW_DECODE, *plane, "--lease-ms", "20000"))
     yield pair
     pair.audit()
 

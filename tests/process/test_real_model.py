@@ -107,3 +107,20 @@ def test_the_parts_of_the_timing_sum_to_the_whole(pair: Pair, prompts: list[list
     assert sum(timings.stages_ms.values()) == timings.total_ms
     assert timings.prefill_busy_us > 0
     assert timings.copy_us > 0
+
+
+def test_over_tcp_the_tokens_are_the_same_and_every_job_imported_its_kv(
+    prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    tcp, chunks = ("--kv-plane", "tcp"), ("--chunk-tokens", str(CHUNK))
+    plan = PairPlan("torch", max_tokens=256, prefill_extra=(*chunks, *tcp), decode_extra=tcp)
+    with Pair(plan) as over_tcp:
+        over_tcp.wait_ready()
+        outcomes = run(over_tcp, prompts, max_tokens=8)
+        status = over_tcp.status()
+
+    assert [outcome.token_ids for outcome in outcomes] == reference
+    assert status["workers"][0]["kv_plane"] == "tcp"
+    assert status["counters"]["remote_imports"] == len(prompts)
+    assert status["counters"]["local_prefill_tokens"] == 0
+    assert [slot["state"] for slot in status["workers"][0]["slots"]] == ["free"]

@@ -263,7 +263,7 @@ def test_nodes_that_do_not_fit_together_are_told_with_what_to_do(runtime: Path) 
     assert (
         "up: the decode node ended with exit status 3 (REFUSED): prefill node and decode node differ" in told
     )
-    assert "model_id: emulated-1 here, emulated-0 there" in told
+    assert "model_id: emulated-1 and emulated-0" in told
     assert "what to do: start both nodes with the same --model" in told
 
 

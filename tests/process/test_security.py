@@ -134,7 +134,7 @@ def test_shared_memory_of_a_daemon_is_its_users_alone_and_cannot_be_guessed(
     _, _, daemons = keyed
     [slab] = set(daemons["prefill"].slabs)
     assert slab.stat().st_mode & 0o777 == 0o600
-    assert re.fullmatch(r"tandem-[0-9a-f]{24}", slab.name)
+    assert re.fullmatch(r"tandem-[0-9a-f]{22}", slab.name)
 
 
 REFUSED = {

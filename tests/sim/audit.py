@@ -13,6 +13,7 @@ from common.lifecycle import SlotState, SourceState
 from common.messages import Accepted, Bye, Failed, Finished, Hello, Prefill, PrefillFailed, Rejected, Tokens
 from tests.sim.memory import expected_tokens
 from tests.sim.plan import Plan
+from transport.bulk import piece_bytes
 from transport.peers import SendFrame
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Audit:
         self.heard: dict[tuple[str, str], int] = {}
         self.out_of_order = False
         self.attempts: dict[tuple[str, str], tuple[int, bytes]] = {}
+        self.layers = plan.profile.layers
 
     @staticmethod
     def that(holds: bool, what: str) -> None:
@@ -115,7 +117,13 @@ class Audit:
         self.that(self.completions[name] == 1, f"INV-7: {name} was completed twice")
 
     def written(self, world: "World", prefill: "PrefillProcess", index: int, epoch: int) -> None:
-        """Compute touches a slot: nobody with a live session may hold it for anything else."""
+        """Compute touches a slot: nobody with a live session may hold it for anything else, and nothing that
+        was sent of another production may still be read from it."""
+        for source in prefill.sources.values():
+            for parcel in source.reading:
+                piece = parcel.frame.message
+                sent = piece.slot == index and piece.epoch != epoch
+                self.that(not sent, f"INV-4: compute writes epoch {epoch} while {piece} is sent")
         for decode in world.decodes:
             if not decode.alive:
                 continue
@@ -137,15 +145,54 @@ class Audit:
         tries = 1 + retries + self.returned[job_id]
         self.that(self.prefills[job_id] <= tries, f"{job_id} is tried more often than it may be")
         slab = world.processes[worker].slab
-        device = decode.device
-        copies = [item.command.record.slot for item in device.filling.values() if item.slab is slab]
-        copies += [item[0].record.slot for item in device.commands if type(item) is tuple and item[1] is slab]
-        self.that(frame.message.slot not in copies, "INV-4: PREFILL into a slot that is being copied")
+        copied = _is_copied(decode, slab, frame.message.slot)
+        self.that(not copied, "INV-4: PREFILL into a slot that is being copied")
         incarnation = world.processes[worker].incarnation
         for known in workers(decode):
             for slot in known.ledger.survivors():
                 same = slot.incarnation == incarnation and slot.index == frame.message.slot
                 self.that(not same, "INV-4: PREFILL into a slot whose survivor lives")
+
+    # KV that comes over a socket.
+
+    def lands(self, decode: "DecodeProcess", session: str, index: int, epoch: int | None = None) -> None:
+        """Landing memory is about to be written, or, without an epoch, given to a new production."""
+        landing = decode.mappings[session]
+        copied = _is_copied(decode, landing, index)
+        self.that(not copied, f"INV-4: KV lands in slot {index} of {session} while it is copied")
+        if epoch is None:
+            return
+        self.that(landing.epochs[index] == epoch, f"INV-5: KV of epoch {epoch} lands in {index} of {session}")
+        for ledger in [worker.ledger for worker in workers(decode)]:
+            for slot in (*ledger.slots(), *ledger.survivors()):
+                if (slot.session, slot.index) == (session, index):
+                    # READY or IMPORTING by this very piece; FREE after a failure, whose word was faster.
+                    fits = slot.last_epoch == epoch and slot.state is not SlotState.ORPHANED
+                    self.that(fits, f"INV-5: KV of epoch {epoch} is not wanted, but lands in {slot}")
+
+    def imports(self, landing: Any, record: Any) -> None:
+        """A copy of landed KV is about to be asked for."""
+        landed, wanted = landing.landed[record.slot], record.token_count * self.layers
+        whole = landing.epochs[record.slot] == record.epoch and landed == wanted
+        self.that(whole, f"INV-3: {landed} of {wanted} have landed of slot {record.slot}, which is imported")
+
+    def imported(self, world: "World", decode: "DecodeProcess", ended: Any) -> None:
+        """KV that lies in memory of its own is good, unless a fault has changed something."""
+        reservation = decode.core.lanes[ended.lane].reservation
+        landing = decode.mappings[reservation.session]
+        if hasattr(landing, "landed") and ended.code in (ErrorCode.KV_CORRUPT, ErrorCode.KV_STALE):
+            self.that(world.spoiled, f"INV-4: {reservation} is {ended.code}, and nobody spoiled it")
+
+    def credit(self, world: "World", wire: Any) -> None:
+        """Credit is neither lost nor made: it is at hand, or spent on KV under way, or on its way back."""
+        sender = world.processes[wire.router].stack.senders.get(wire.session)
+        if sender is None or sender._route is None or wire.broken or not wire.dealer_open or world.harsh:
+            return
+        layout = self.plan.layout
+        away = sum(piece_bytes(parcel.frame.message, layout) for parcel in wire.down)
+        back = sum(message.byte_count for _, _, message in wire.up)
+        held = sender._credit_bytes + away + back
+        self.that(held == sender._full_credit_bytes, f"credit of {wire.session} is {held} in all")
 
     def unmapped(self, decode: "DecodeProcess", session: str) -> None:
         reading = any(
@@ -252,6 +299,17 @@ class Audit:
                 self.that(self.ended[job_id] == 1, f"INV-7: {job_id} has no end")
 
 
+def _is_copied(decode: "DecodeProcess", memory: Any, index: int) -> bool:
+    """Whether a copy from this slot of a slab, or of landing memory, runs or is asked for."""
+    device = decode.device
+    for item in device.filling.values():
+        if item.slab is memory and item.command.record.slot == index:
+            return True
+    return any(
+        type(item) is tuple and item[1] is memory and item[0].record.slot == index for item in device.commands
+    )
+
+
 def _serves(worker: Any) -> bool:
     """A session is open, and usable as soon as it holds a slot."""
     return worker.usable or (worker.session is not None and worker.ledger.granted_count == 0)
@@ -269,6 +327,11 @@ def _prefill_unrest(prefill: "PrefillProcess") -> str:
     for slot in source_slots(prefill):
         if slot.state not in (SourceState.IDLE, SourceState.POOL) or _ungranted(prefill, slot):
             return f"slot {slot.index} of {prefill.name} is {slot.state}"
+    for sender in prefill.stack.senders.values():
+        if sender._waiting or any(known.in_flight for known in sender._productions.values()):
+            return f"{prefill.name} has KV to send"
+    if set(prefill.sources) != set(prefill.stack.senders):
+        return f"{prefill.name} keeps bulk ends {list(prefill.sources)}"
     return f"{prefill.name} computes" if prefill.command is not None else ""
 
 
@@ -285,6 +348,8 @@ def _decode_unrest(world: "World", decode: "DecodeProcess") -> str:
         if not any(worker.session in node.stack.listener._sessions for node in world.prefills):
             return f"the session of {decode.name} is known to itself alone"
         sessions.add(worker.session)
+    if set(decode.sinks) != set(decode.stack.receivers):
+        return f"{decode.name} keeps bulk ends {list(decode.sinks)}"
     return "" if set(decode.mappings) == sessions else f"{decode.name} keeps mappings {decode.mappings}"
 
 

@@ -20,15 +20,17 @@ from operator import attrgetter
 from typing import Any
 
 from common import messages
-from common.lifecycle import JobState
+from common.lifecycle import JobState, SlotState
 from common.messages import Role
-from decode_node import core, jobs, scheduler, timers, worker
-from tests.sim import audit, client_process, decode_device, decode_process, links, prefill_process
+from decode_node import core, jobs, scheduler, slots, timers, worker
+from tests.sim import audit, bulk, client_process, decode_device, decode_process, links, prefill_process
+from tests.sim import canonical_bulk as bulk_walks
 from tests.sim import world as sim_world
 from tests.sim.explore_clone import slots_of
 from tests.sim.explore_fields import EXCLUDED, IN_MESSAGES, INSTANTS, RELEVANT_MS
 from tests.sim.plan import NEVER_MS
 from tests.sim.process import Process
+from transport import bulk as bulk_rules
 from transport import listener, peers
 
 _DRAWN = re.compile(r"[pdc]\d+\.\d+(-(session|client|job)-\d+)?|attempt-\d+|peer-\d+")
@@ -59,7 +61,7 @@ class _Walk:
         self.names: dict[Any, Any] = {}
         self.seen: dict[int, int] = {}
         self.attempts = _newest_attempts(world)
-        self.progress = sum(node.core.progress for node in world.prefills)
+        self.progress = sum(node.core.line.progress for node in world.prefills)
         self.bases = _sequence_bases(world)
         self.clients_end = world.plan.client_times.lease_ms < NEVER_MS
         self.value(world)
@@ -268,6 +270,13 @@ def _walk_process(walk: _Walk, process: Any) -> None:
 
 def _walk_job(walk: _Walk, job: jobs.Job) -> None:
     walk.out.append(job.known_to_compute)
+    walk.out.append(job.kv_here if job.state is JobState.PREFILLED else None)
+
+
+def _walk_slot(walk: _Walk, slot: slots.GrantedSlot) -> None:
+    """What has arrived counts until everything has."""
+    owed = slot.state in (SlotState.PRODUCING, SlotState.ORPHANED)
+    walk.out.append((slot.record_here, slot.chunks_here) if owed else None)
 
 
 def _walk_core(walk: _Walk, it: core.DecodeCore) -> None:
@@ -335,6 +344,9 @@ def _walk_world(walk: _Walk, world: Any) -> None:
     walk.value(world.audit)
     for wire in world.wires.values():
         walk.value(wire)
+    for wire in world.bulk.values():
+        if not wire.dead:
+            walk.value(wire)
     if any(left and name.startswith("late") for name, left in world.budget.items()):
         for place, rows in world.spoken.items():
             walk.out.append(place)
@@ -359,6 +371,7 @@ def _walk_text(walk: _Walk, text: decode_device.TextDevice) -> None:
 _OBJECTS: dict[type, _Walker] = {
     core.DecodeCore: _walk_core,
     jobs.Job: _walk_job,
+    slots.GrantedSlot: _walk_slot,
     scheduler.Scheduler: _walk_scheduler,
     timers.Timers: _walk_timers,
     listener.Listener: _walk_listener,
@@ -367,6 +380,10 @@ _OBJECTS: dict[type, _Walker] = {
     audit.Audit: _walk_audit,
     decode_device.TextDevice: _walk_text,
     sim_world.World: _walk_world,
+    bulk_rules.BulkSender: bulk_walks.walk_sender,
+    bulk_rules.BulkReceiver: bulk_walks.walk_receiver,
+    bulk.Parcel: bulk_walks.walk_parcel,
+    bulk.BulkWire: bulk_walks.walk_wire,
     worker.Worker: _walk_worker,
     decode_device.DecodeDevice: _walk_device,
     decode_process.DecodeProcess: _walk_process,

@@ -156,7 +156,7 @@ class DecodeDevice:
             self.folded[lane] = item.folded
             self.running[lane] = (job_id, item.command.token_id)
         detail = "" if code is None else "bad KV"
-        self.mailbox.append(ev.ImportEnded(job_id, lane, code, detail, 10, 10, decoding))
+        self.mailbox.append(ev.ImportEnded(job_id, lane, code, detail, 10, 10, 0, decoding))
 
     def _local_chunk(self, lane: int, item: Filling) -> None:
         prompt = item.command.prompt

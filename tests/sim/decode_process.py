@@ -5,20 +5,22 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from common.engines.registry import BACKENDS, BackendFacts
-from common.messages import Role
+from common.messages import HelloOk, KvPiece, Role
 from decode_node import events as ev
 from decode_node.core import DecodeCore
 from decode_node.scheduler import Route
 from decode_node.settings import DecodeSettings
-from decode_node.stack import DecodeStack, FromWorker, MapSlab, SlabMapped, SlabRefused, ToWorker
+from decode_node.stack import DecodeStack, FromWorker, OpenPlane, PlaneOpened, PlaneRefused, ToWorker
+from tests.sim.bulk import BulkWire, Landing, Parcel
 from tests.sim.decode_device import DecodeDevice, TextDevice
 from tests.sim.links import RouterEnd
 from tests.sim.memory import Slab
-from tests.sim.plan import PROFILE, TOKEN_BYTES, Option, Plan
+from tests.sim.plan import Option, Plan, usual
 from tests.sim.process import Names, Process, outbox_deadline_ms
+from transport.bulk import BULK_ROUTE, CloseBulk, ExpectChunks, FromBulk, Land, ToBulk
 from transport.connector import Connector
 from transport.listener import Listener
-from transport.peers import CloseSocket, OpenSocket, SendFrame, Tick
+from transport.peers import CloseSocket, FrameReceived, OpenSocket, RouteLost, SendFrame, Tick
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -30,7 +32,10 @@ _COMPUTE_FIRST = (*_FOR_COMPUTE, ev.StartImport, ev.ForgetJob)
 
 
 class DecodeProcess(Process):
-    """mappings: slabs by session. blind: mapping and reading of slabs fail while control lives."""
+    """mappings: slabs and landing memory by session. sinks: ends of bulk connections, by session.
+
+    blind: no plane can be opened, and reading of slabs fails, while control lives.
+    """
 
     def __init__(self, name: str, plan: Plan) -> None:
         super().__init__(name)
@@ -42,10 +47,11 @@ class DecodeProcess(Process):
         self.incarnations += 1
         plan = self.plan
         self.incarnation = f"{self.name}.{self.incarnations}"
+        planes = (plan.planes[min(int(self.name[1:]), len(plan.planes) - 1)],)
         settings = DecodeSettings(
             incarnation=self.incarnation,
-            profile=PROFILE,
-            token_bytes=TOKEN_BYTES,
+            profile=plan.profile,
+            token_bytes=plan.layout.token_bytes,
             lease_ms=plan.client_times.lease_ms,
             dead_after_ms=plan.times.dead_after_ms,
             stall_ms=plan.stall_ms,
@@ -55,6 +61,7 @@ class DecodeProcess(Process):
             prefill_wait_ms=plan.prefill_wait_ms,
             prefill_retries=plan.prefill_retries,
             job_timeout_ms=plan.job_timeout_ms,
+            planes=planes,
         )
         names = tuple(f"p{number}" for number in range(plan.prefill_nodes))
         route = Route(names, plan.remote_only, BACKEND, plan.lanes, plan.depth, plan.policy)
@@ -63,13 +70,17 @@ class DecodeProcess(Process):
         with patch.dict(BACKENDS, {BACKEND: _FACTS}):
             self.core = DecodeCore(settings, route, Names(session), Names(job))
         listener = Listener(plan.client_times, self.core.progress_count)
-        connectors = {name: Connector(plan.times, self.incarnation, Role.DECODE, PROFILE) for name in names}
+        connectors = {
+            name: Connector(plan.times, self.incarnation, Role.DECODE, plan.profile, planes) for name in names
+        }
         self.stack = DecodeStack(listener, connectors, self.core)
         self.router = RouterEnd()
         self.port: Any = None
         self.worker_ports: dict[str, Any] = {}
         self.device, self.text = DecodeDevice(), TextDevice()
         self.mappings: dict[str, Slab] = {}
+        self.sinks: dict[str, BulkWire] = {}
+        self.parcel: Parcel | None = None
         self.blind = self.draining = False
         self.exit: ev.ExitNode | None = None
         self.alive, self.hung = True, False
@@ -99,9 +110,13 @@ class DecodeProcess(Process):
         local_ms = self.local_ms(world.now_ms)
         while events and self.exit is None:
             effects = self.stack.step(events.popleft(), local_ms)
+            # KV lands before anything else: the copy of what it completes may be among compute's commands.
+            for effect in effects:
+                if isinstance(effect, ToBulk) and isinstance(effect.item, Land):
+                    self._land(effect.session, effect.item.piece, world)
             for effect in effects:
                 if isinstance(effect, _COMPUTE_FIRST):
-                    self._execute_compute(effect)
+                    self._execute_compute(effect, world)
             for effect in effects:
                 if not isinstance(effect, _COMPUTE_FIRST):
                     follows = self._execute(effect, world, local_ms)
@@ -112,13 +127,16 @@ class DecodeProcess(Process):
         if self.exit is not None:
             world.left(self)
 
-    def _execute_compute(self, effect: Any) -> None:
+    def _execute_compute(self, effect: Any, world: "World") -> None:
         if isinstance(effect, ev.ForgetJob):
             self.text.commands.append(effect)
             if effect.known_to_compute:
                 self.device.commands.append(effect)
         elif isinstance(effect, ev.StartImport):
-            self.device.commands.append((effect, self.mappings[effect.session]))
+            source = self.mappings[effect.session]
+            if isinstance(source, Landing):
+                world.audit.imports(source, effect.record)
+            self.device.commands.append((effect, source))
         else:
             self.device.commands.append(effect)
 
@@ -132,13 +150,15 @@ class DecodeProcess(Process):
                 return self._to_worker(worker, item, world, local_ms)
             case ev.PrepareSubmission() | ev.PushTokens():
                 self.text.commands.append(effect)
-            case MapSlab(worker=worker, hello_ok=hello_ok):
-                slab = None if self.blind else world.slabs.get(hello_ok.plane.name)
-                if slab is None:
-                    return SlabRefused(worker, hello_ok, "the slab cannot be mapped")
-                self.mappings[hello_ok.session] = slab
-                return SlabMapped(worker, hello_ok)
-            case ev.UnmapSlab(session=session):
+            case OpenPlane(worker=worker, hello_ok=hello_ok):
+                source = None if self.blind else self._open_plane(worker, hello_ok, world)
+                if source is None:
+                    return PlaneRefused(worker, hello_ok, "the KV cannot be read")
+                self.mappings[hello_ok.session] = source
+                return PlaneOpened(worker, hello_ok)
+            case ToBulk(session=session, item=item):
+                self._to_bulk(session, item, world)
+            case ev.ClosePlane(session=session):
                 world.audit.unmapped(self, session)
                 del self.mappings[session]
             case ev.ReportEnd(job_id=job_id):
@@ -146,6 +166,38 @@ class DecodeProcess(Process):
             case ev.ExitNode():
                 self.exit = effect
         return None
+
+    def _open_plane(self, worker: str, hello_ok: HelloOk, world: "World") -> Slab | None:
+        if hello_ok.bulk is None:
+            return world.slabs.get(hello_ok.plane.name)
+        self.sinks[hello_ok.session] = world.dial_bulk(self.name, worker, hello_ok.session)
+        return Landing(self.plan.slots)
+
+    def _to_bulk(self, session: str, item: Any, world: "World") -> None:
+        match item:
+            case SendFrame() if session in self.sinks:
+                self.sinks[session].put_up((session, item.sequence, item.message))
+            case ExpectChunks(slot=slot, epoch=epoch):
+                world.audit.lands(self, session, slot)
+                self.mappings[session].begin(slot, epoch)
+            case CloseBulk():
+                self.sinks.pop(session).close_dealer()
+
+    def _land(self, session: str, piece: KvPiece, world: "World") -> None:
+        world.audit.lands(self, session, piece.slot, piece.epoch)
+        self.mappings[session].land(self.parcel)
+
+    def take_bulk(self, session: str, parcel: Parcel | None, world: "World") -> None:
+        """A piece has arrived, or, without one, the end of its connection."""
+        self.parcel = parcel
+        if parcel is None:
+            item: Any = RouteLost(BULK_ROUTE)
+        else:
+            frame = parcel.frame
+            parcel.read()
+            item = FrameReceived(BULK_ROUTE, frame.session, frame.sequence, frame.message)
+        self.step(FromBulk(session, item), world)
+        self.parcel = None
 
     def _to_worker(self, worker: str, item: Any, world: "World", local_ms: int) -> Any | None:
         if isinstance(item, OpenSocket):
@@ -182,11 +234,11 @@ class DecodeProcess(Process):
     def prompt_options(self, now_ms: int) -> list[Option]:
         found = []
         if not self.hung and self.slow_until_ms <= now_ms and self.device.has_work:
-            found.append(Option("compute", self.name))
+            found.append(usual("compute", self.name))
         if self.device.mailbox:
-            found.append(Option("mail", self.name))
+            found.append(usual("mail", self.name))
         if self.text.commands:
-            found.append(Option("text", self.name))
+            found.append(usual("text", self.name))
         return found
 
     def work(self, world: "World") -> None:
@@ -195,7 +247,10 @@ class DecodeProcess(Process):
 
     def take_mail(self, world: "World") -> None:
         """The loop takes compute's first answer."""
-        self.step(self.device.mailbox.popleft(), world)
+        answer = self.device.mailbox.popleft()
+        if isinstance(answer, ev.ImportEnded):
+            world.audit.imported(world, self, answer)
+        self.step(answer, world)
 
     def work_text(self, world: "World") -> None:
         answer = self.text.work()

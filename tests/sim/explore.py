@@ -41,7 +41,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import InvariantViolation
+from common.errors import ExitStatus, InvariantViolation
 from tests.sim import faults
 from tests.sim.canonical import key
 from tests.sim.client_process import ClientProcess
@@ -240,7 +240,7 @@ def _is_twin(world: World, option: Option) -> bool:
     name = option.where
     return not any(
         wire.down if wire.router == name else wire.up
-        for wire in world.wires.values()
+        for wire in (*world.wires.values(), *world.bulk.values())
         if name in (wire.router, wire.dealer)
     )
 
@@ -260,6 +260,8 @@ def take(world: World, option: Option, scenario: Scenario) -> None:
         found = world.prompt_options() + _submits(world)
         eager = next((item for item in found if _is_eager(world, item, scenario)), None)
         if eager is None:
+            hung = world.audit.statuses[ExitStatus.HUNG] > 0
+            world.audit.that(scenario.may_hang or not hung, "a node hung though nothing had held it up")
             return
         world.take(eager)
     raise AssertionError("messages go round and round")
@@ -291,6 +293,8 @@ def _deadlines(process: Any) -> list[int | None]:
     sessions = [process.stack.listener]
     if isinstance(process, DecodeProcess):
         sessions += process.stack.connectors.values()
+    else:
+        sessions += process.stack.senders.values()
     dues = [item.deadline_ms() for item in sessions]
     return [process.core.deadline_ms(), min((due for due in dues if due is not None), default=None)]
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 Thing = TypeVar("Thing")
 Memo = dict[int, Any]
 
-_HANDLER_TABLES = {"_handlers", "_message_handlers"}
+_HANDLER_TABLES = {"_handlers"}
 _ATOMS = (int, float, str, bytes, type(None), Enum, type, BuiltinFunctionType)
 
 
@@ -34,7 +34,8 @@ def unbind(world: Any) -> None:
             _unbind_parts(process.connector)
         else:
             stack = process.stack
-            _unbind_parts(stack.listener, stack.core, *getattr(stack, "connectors", {}).values())
+            rows = [getattr(stack, name, {}).values() for name in ("connectors", "receivers", "senders")]
+            _unbind_parts(stack, stack.listener, stack.core, *(part for row in rows for part in row))
 
 
 def _unbind_parts(*parts: Any) -> None:

@@ -24,17 +24,28 @@ from decode_node import (
     workers,
 )
 from prefill_node import core as prefill_core
-from prefill_node import grants, production
+from prefill_node import grants, line, production
 from prefill_node import stack as prefill_stack
-from tests.sim import audit, client_process, decode_device, decode_process, links, memory, prefill_process
+from tests.sim import (
+    audit,
+    bulk,
+    client_process,
+    decode_device,
+    decode_process,
+    links,
+    memory,
+    prefill_process,
+)
 from tests.sim import world as sim_world
 from tests.sim.plan import NEVER_MS
+from transport import bulk as bulk_rules
 from transport import connector, listener, peers
 
 STATISTICS = "counted or timed for people alone"
 CONSTANT = "the same in every state of one exploration"
 ELSEWHERE = "another attribute holds the same objects"
 DRAWN = "the source of drawn names"
+NO_PREFIX = "a prefix cache without places finds nothing"
 SPECIAL = "walked by a function of its own"
 
 _PROCESS = {
@@ -51,6 +62,8 @@ EXCLUDED: dict[type, dict[str, str]] = {
         "route": CONSTANT,
         "lane_work": ELSEWHERE,
         "handoff": ELSEWHERE,
+        "cache": NO_PREFIX,
+        "cache_orders": NO_PREFIX,
         "_handlers": ELSEWHERE,
     },
     desk.JobDesk: {
@@ -58,6 +71,7 @@ EXCLUDED: dict[type, dict[str, str]] = {
         "_scheduler": ELSEWHERE,
         "_workers": ELSEWHERE,
         "_lanes": ELSEWHERE,
+        "_cache": NO_PREFIX,
         "_new_session_id": DRAWN,
         "_new_job_id": DRAWN,
         "_prepared_ms": STATISTICS,
@@ -77,6 +91,7 @@ EXCLUDED: dict[type, dict[str, str]] = {
         "digest_us": STATISTICS,
         "lane_gap_us": STATISTICS,
         "stages_ms": SPECIAL,
+        "kv_here": SPECIAL,
         "prompt": "follows from the label",
         "prompt_digest": "follows from the label",
         "sampling": "follows from the label",
@@ -90,7 +105,7 @@ EXCLUDED: dict[type, dict[str, str]] = {
         "_peer_progress": SPECIAL,
         "unusable_since_ms": SPECIAL,
     },
-    slots.GrantedSlot: {"cause": STATISTICS},
+    slots.GrantedSlot: {"cause": STATISTICS, "record_here": SPECIAL, "chunks_here": SPECIAL},
     scheduler.Scheduler: {
         "route": CONSTANT,
         "_pushes": "breaks ties of equal places, which a job has once",
@@ -103,6 +118,8 @@ EXCLUDED: dict[type, dict[str, str]] = {
         "_times": CONSTANT,
         "_role": CONSTANT,
         "_profile": CONSTANT,
+        "_planes": CONSTANT,
+        "_memory_probe": CONSTANT,
         "_attempt": "what other attempts are measured by",
         "stale_messages": STATISTICS,
         "_handlers": ELSEWHERE,
@@ -118,14 +135,25 @@ EXCLUDED: dict[type, dict[str, str]] = {
     prefill_core.PrefillCore: {
         "settings": CONSTANT,
         "_new_session_id": DRAWN,
+        "hellos_refused": STATISTICS,
+        "_handlers": ELSEWHERE,
+    },
+    line.ProductionLine: {
+        "_settings": CONSTANT,
+        "cache": NO_PREFIX,
+        "_grants": ELSEWHERE,
         "progress": "what other counts of progress are measured by",
         "counters": STATISTICS,
-        "_handlers": ELSEWHERE,
-        "_message_handlers": ELSEWHERE,
     },
     grants.Grants: {"_slots_per_session": CONSTANT},
     production.SourceSlot: {"since_ms": STATISTICS},
-    production.Production: {"started_ms": STATISTICS, "busy_us": STATISTICS},
+    production.Production: {
+        "started_ms": STATISTICS,
+        "offered_ms": STATISTICS,
+        "computed_ms": STATISTICS,
+        "busy_us": STATISTICS,
+        "prefix": NO_PREFIX,
+    },
     decode_process.DecodeProcess: {**_PROCESS, "port": ELSEWHERE},
     prefill_process.PrefillProcess: {**_PROCESS, "port": ELSEWHERE},
     client_process.ClientProcess: {**_PROCESS, "port": ELSEWHERE, "node": CONSTANT},
@@ -138,6 +166,7 @@ EXCLUDED: dict[type, dict[str, str]] = {
         "wire_count": DRAWN,
         "slabs": "a slab is read through the mapping of a session",
         "wires": SPECIAL,
+        "bulk": SPECIAL,
         "late": CONSTANT,
         "spoken": SPECIAL,
         "prefills": ELSEWHERE,
@@ -147,6 +176,7 @@ EXCLUDED: dict[type, dict[str, str]] = {
     },
     audit.Audit: {
         "plan": CONSTANT,
+        "layers": CONSTANT,
         "statuses": STATISTICS,
         "heard": "follows from what each session has received",
         "out_of_order": "lasts for one delivery",
@@ -167,8 +197,33 @@ EXCLUDED: dict[type, dict[str, str]] = {
     lanes.Lanes: {},
     clients.Clients: {},
     slots.SlotLedger: {},
-    stack.DecodeStack: {},
-    prefill_stack.PrefillStack: {},
+    bulk_rules.BulkSender: {
+        "_layout": CONSTANT,
+        "_give_up_ms": CONSTANT,
+        "_route": "the peer of the session's one connection, once BulkOpen is here",
+        "_sent": SPECIAL,
+        "_received": SPECIAL,
+        "_told_ms": SPECIAL,
+        "_productions": SPECIAL,
+        "stale_messages": STATISTICS,
+        "_handlers": ELSEWHERE,
+    },
+    bulk_rules.BulkReceiver: {
+        "_layout": CONSTANT,
+        "_chunk_tokens": CONSTANT,
+        "_sent": SPECIAL,
+        "_received": SPECIAL,
+        "_told_ms": SPECIAL,
+        "fenced_pieces": STATISTICS,
+        "_handlers": ELSEWHERE,
+    },
+    bulk_rules._Arrival: {},
+    bulk.Parcel: {"frame": SPECIAL},
+    bulk.BulkWire: {"number": DRAWN, "route": CONSTANT, "up": SPECIAL, "down": SPECIAL},
+    bulk.BulkSource: {},
+    bulk.Landing: {},
+    stack.DecodeStack: {"_handlers": ELSEWHERE},
+    prefill_stack.PrefillStack: {"_layout": CONSTANT, "_give_up_ms": CONSTANT, "_handlers": ELSEWHERE},
     links.RouterEnd: {},
     links.DealerEnd: {},
     links.PlainPort: {},
@@ -203,9 +258,12 @@ INSTANTS = {
 }
 DURATIONS = {"_backoff_ms", "lease_ms", "stall_ms", "budget_ms"}
 RELEVANT_MS: dict[tuple[type, str], Callable[[Any], bool]] = {
-    (slots.GrantedSlot, "since_ms"): lambda slot: slot.state is SlotState.ORPHANED,
+    (slots.GrantedSlot, "since_ms"): lambda slot: (
+        slot.state is SlotState.ORPHANED or (slot.state is SlotState.PRODUCING and slot.record_here)
+    ),
     (worker.Worker, "_progress_ms"): lambda node: node._owes(),
     (compute_watch.ComputeWatch, "_moved_ms"): lambda watch: watch.owes,
     (connector.Connector, "_pinged_ms"): lambda it: it._session is not None and it._times.ping_ms < NEVER_MS,
-    (prefill_core.PrefillCore, "chunk_started_ms"): lambda node: node.computing is not None,
+    (line.ProductionLine, "chunk_started_ms"): lambda it: it.computing is not None,
+    (bulk_rules.BulkSender, "_moved_ms"): lambda it: it.deadline_ms() is not None,
 }

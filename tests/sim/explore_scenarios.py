@@ -5,9 +5,11 @@ sessions never time out here: a client that is gone is a fault of its own.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from tests.sim import faults
-from tests.sim.plan import NEVER_MS, TIMES, JobPlan, Plan
+from common.data_planes import TCP
+from tests.sim import faults, faults_bulk
+from tests.sim.plan import HUGE, NEVER_MS, TIMES, JobPlan, Plan
 from transport.peers import LivenessTimes
 
 # Back-off as long as two PINGs: moments that do not differ in their order fall together.
@@ -17,6 +19,7 @@ ENDLESS = LivenessTimes(NEVER_MS, NEVER_MS, NEVER_MS, NEVER_MS, backoff_min_ms=B
 LONG = JobPlan(0, (1, 2, 3, 4, 5), 2)
 SHORT = JobPlan(0, (6, 7), 2)
 OF_THREADS = ("slow_compute", "hung_compute", "compute_error", "text_error")
+OF_CLOCKS = ("stop_prefill", "stop_decode")
 BRIEF = JobPlan(0, (8, 9), 1)
 
 
@@ -38,6 +41,12 @@ class Scenario:
     at_once: bool = False
     states_max: int | None = None
 
+    @property
+    def may_hang(self) -> bool:
+        """Whether something may hold a node up for longer than it may take."""
+        held_up = {name for name, _ in self.plan.faults} & {*OF_THREADS, *OF_CLOCKS}
+        return bool(self.leaps or held_up)
+
 
 def faulty(name: str, *jobs: JobPlan, leaps: int = 0, **budget: int) -> Scenario:
     """One pair, its jobs, and a budget of faults. A job that is alone has a timeout of its own, too."""
@@ -55,6 +64,11 @@ def faulty(name: str, *jobs: JobPlan, leaps: int = 0, **budget: int) -> Scenario
     return Scenario(name, plan, leaps, eager=eager)
 
 
+def over_tcp(scenario: Scenario, **changes: Any) -> Scenario:
+    """The same with KV sent over a socket; changes: of the plan."""
+    return replace(scenario, plan=replace(scenario.plan, planes=(TCP,), **changes))
+
+
 _ANEW = faulty("two jobs, a session anew", SHORT, BRIEF, leaps=1, second_session=1)
 _RESTART = faulty("two jobs, a restart", SHORT, BRIEF, leaps=1, crash_prefill=1)
 GENERAL = (
@@ -67,6 +81,7 @@ GENERAL = (
     faulty("two jobs, a broken connection", SHORT, BRIEF, lost_suffix=1),
     replace(_ANEW, leaps_to=(1,), at_once=True),
     replace(_RESTART, leaps_to=(1,), at_once=True),
+    replace(over_tcp(faulty("two jobs over tcp, a cancel", SHORT, BRIEF, cancel=1)), at_once=True),
 )
 """Small enough to be run for every mutant."""
 
@@ -82,21 +97,50 @@ _ALONE = faulty(
     cancel=1,
 )
 # A full queue fills the outbox of the control port, which stands behind the codec: seeded runs have both.
-_FAULTS = sorted(faults.FAULTS.keys() - {"full_queue"})
+_FAULTS = sorted(faults.FAULTS.keys() - {"full_queue", *faults_bulk.FAULTS})
 _ANY = faulty("a job, any two faults", SHORT, leaps=1, **dict.fromkeys(_FAULTS, 1))
 _OTHERS = [name for name in _FAULTS if name not in OF_THREADS]
 
+# Two pieces, and credit for one of them: what comes second waits.
+_BULK = over_tcp(
+    faulty("a job over tcp, any fault of its bulk connection", SHORT, **dict.fromkeys(faults_bulk.FAULTS, 1)),
+    profile=HUGE,
+)
+_TCP_ALONE = over_tcp(
+    faulty(
+        "a job over tcp, one of each",
+        SHORT,
+        leaps=1,
+        lost_suffix=1,
+        bulk_lost=1,
+        crash_prefill=1,
+        cancel=1,
+    )
+)
+_TCP_PAIR = over_tcp(
+    faulty("two jobs over tcp, a cancel, a broken bulk connection", SHORT, BRIEF, cancel=1, bulk_lost=1)
+)
+
 CI = (
-    replace(_ALONE, leaps_to=(0,)),
+    replace(_ALONE, leaps_to=(0,), faults_max=3),
     replace(_PAIR, leaps_to=(0,), at_once=True),
     faulty("a job, any fault of a thread", SHORT, **dict.fromkeys(OF_THREADS, 1)),
     replace(faulty("a job, any other fault", SHORT, **dict.fromkeys(_OTHERS, 1)), faults_max=1),
+    replace(_TCP_ALONE, leaps_to=(0,), faults_max=2),
+    replace(_TCP_PAIR, at_once=True),
+    replace(_BULK, faults_max=1),
 )
 NIGHTLY = (
     replace(_ALONE, name="a job, one of each, any deadline"),
     replace(_PAIR, name="two jobs, sent at any time, one of each", leaps_to=(0,)),
     replace(_PAIR, name="two jobs, sent at any time, one of each, any deadline"),
     replace(_ANY, faults_max=2, states_max=400_000),
+    replace(_TCP_ALONE, name="a job over tcp, one of each, any deadline"),
+    replace(
+        over_tcp(_PAIR, profile=HUGE), name="two jobs over tcp, one of each", leaps_to=(0,), at_once=True
+    ),
+    replace(_TCP_PAIR, name="two jobs over tcp, sent at any time, a cancel, a broken bulk connection"),
+    replace(_BULK, name="a job over tcp, any two faults of its bulk connection", faults_max=2),
 )
 
 

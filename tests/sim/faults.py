@@ -5,10 +5,11 @@ what lasts, and cost no budget. "delay" has no options of its own: it lets time 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from decode_node import events as decode_ev
+from tests.sim import faults_bulk
+from tests.sim.faults_bulk import DAMAGE, Fault
 from tests.sim.links import CAPACITY
 from tests.sim.plan import Option
 from transport.peers import EndSession
@@ -16,14 +17,7 @@ from transport.peers import EndSession
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-DAMAGE = 1 << 35
 SLOW_MS = (250, 700, 1_500)
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    find: Callable[["World"], list[Option]]
-    apply: Callable[["World", Option], None]
 
 
 def options(world: "World") -> list[Option]:
@@ -37,6 +31,7 @@ def options(world: "World") -> list[Option]:
 
 def apply(world: "World", option: Option) -> None:
     world.harsh = world.harsh or option.kind in HARSH
+    world.spoiled = world.spoiled or option.kind in SPOILING
     FAULTS[option.kind].apply(world, option)
 
 
@@ -50,6 +45,7 @@ def repairs(world: "World") -> list[Option]:
     found += [Option("mend", f"{one}>{other}") for one, other in sorted(world.cuts)]
     found += [Option("see", node.name) for node in world.decodes if node.alive and node.blind]
     found += [Option("unclog", str(wire.number)) for wire in world.wires.values() if wire.capacity < CAPACITY]
+    found += faults_bulk.repairs(world)
     return found
 
 
@@ -213,7 +209,7 @@ def _crash(world: "World", option: Option) -> None:
     """1: what it has sent still arrives."""
     node = world.processes[option.where]
     world.audit.died(node.incarnation)
-    for wire in world.wires.values():
+    for wire in (*world.wires.values(), *world.bulk.values()):
         if wire.router == node.name:
             wire.break_off(0, option.detail * len(wire.down))
         elif wire.dealer == node.name:
@@ -386,6 +382,8 @@ FAULTS = {
     "data_dead": Fault(_find_data_dead, _data_dead),
     "corrupt_chunk": Fault(_find_corrupt_chunk, _corrupt_chunk),
     "short_record": Fault(_find_short_record, _short_record),
+    **faults_bulk.FAULTS,
 }
-HARSH = ("duplicate", "overtake", "dropped")
+HARSH = ("duplicate", "overtake", "dropped", *faults_bulk.HARSH)
+SPOILING = ("corrupt_chunk", "short_record", *faults_bulk.SPOILING)
 NAMES = ("delay", *FAULTS)

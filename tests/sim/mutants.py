@@ -51,10 +51,11 @@ HAND_MADE = (
     ),
     Mutant(
         "completion counted twice",
-        "prefill_node.core",
+        "prefill_node.line",
         "        slot.production.cancelled = True\n        return []\n",
         "        slot.production.cancelled = True\n"
-        "        return [_failed(slot.session, slot.production.request, ErrorCode.CANCELLED, '')]\n",
+        "        failed = _failure(slot.production.request, ErrorCode.CANCELLED, '')\n"
+        "        return [SendMessage(slot.session, failed)]\n",
         "INV-7: a CANCEL is answered at once, and the production is answered again at its chunk's end",
     ),
     Mutant(
@@ -147,6 +148,34 @@ HAND_MADE = (
         "    (SourceState.COMPUTING, SourceEvent.DONE): SourceState.HELD,\n",
         "    (SourceState.COMPUTING, SourceEvent.DONE): SourceState.IDLE,\n",
         "INV-4: the prefill node takes a finished slot for free before it was released",
+    ),
+    Mutant(
+        "completion before the sends have let go",
+        "prefill_node.line",
+        "        if not slot.production.sends:\n",
+        "        if True:\n",
+        "INV-4: a slot is handed on while KV of it is still sent from there",
+    ),
+    Mutant(
+        "KV of an old epoch lands",
+        "transport.bulk",
+        "arrival is None or piece.epoch != arrival.epoch",
+        "arrival is None",
+        "INV-5: late pieces of a production that was let go of land in the one that followed",
+    ),
+    Mutant(
+        "credit of fenced KV is kept",
+        "transport.bulk",
+        "            self.fenced_pieces += 1\n            return [credit]\n",
+        "            self._sent -= 1\n            return []\n",
+        "INV-6: with each production that was let go of, less may be on its way",
+    ),
+    Mutant(
+        "ready without all chunks",
+        "decode_node.worker",
+        "        if done and not orphaned and not slot.chunks_here:\n",
+        "        if False:\n",
+        "INV-3: the record alone makes a slot READY whose KV is still on its way",
     ),
 )
 

@@ -1,18 +1,25 @@
 """What a simulated world consists of and what may happen in it: frozen values, no behaviour."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
+from common.data_planes import SHM
+from common.kv_layout import KvLayout
 from common.messages import NodeProfile
 from transport.peers import LivenessTimes
 
 CHUNK_TOKENS = 4
 MAX_TOKENS = 32
 VOCABULARY = 4
-TOKEN_BYTES = 2
 PROFILE = NodeProfile(
     "numbers", "weights", "tokenizer", 1, 1, 1, VOCABULARY, "uint8", "half", MAX_TOKENS, CHUNK_TOKENS
 )
+# KV so large that a chunk travels in pieces, see `transport.bulk`: each layer for itself; each token for
+# itself, and a chunk of them takes all credit; the same, and each of them takes it. None of it is stored.
+LAYERED = replace(PROFILE, layers=2, head_dim=2**17)
+CUT = replace(PROFILE, head_dim=2**20)
+HUGE = replace(PROFILE, head_dim=2**22)
 TIMES = LivenessTimes(
     ping_ms=200,
     suspect_ms=450,
@@ -39,6 +46,12 @@ class Option(NamedTuple):
     more: int = 0
 
 
+@cache
+def usual(kind: str, where: str | int, detail: int = 0) -> Option:
+    """An option that comes again and again."""
+    return Option(kind, str(where), detail)
+
+
 @dataclass(frozen=True, slots=True)
 class JobPlan:
     """One job. eos: a token divisible by `EOS_DIVISOR` ends it; stop: text may end it, see `memory`."""
@@ -54,6 +67,7 @@ class JobPlan:
 class Plan:
     """A world. faults: (name, how often at most) of `tests.sim.faults.FAULTS`.
 
+    planes: how KV comes to the decode nodes, one after the other; the last counts for all further ones.
     codec: messages travel as the bytes of the production codec, through the production port. times: of
     sessions between nodes; client_times: of clients' sessions (exploration makes these endless).
     """
@@ -69,6 +83,8 @@ class Plan:
     remote_only: bool = True
     policy: str = "fail"
     faults: tuple[tuple[str, int], ...] = ()
+    planes: tuple[str, ...] = (SHM,)
+    profile: NodeProfile = PROFILE
     codec: bool = True
     times: LivenessTimes = TIMES
     client_times: LivenessTimes = TIMES
@@ -79,6 +95,12 @@ class Plan:
     prefill_wait_ms: int = 1_500
     prefill_retries: int = 1
     job_timeout_ms: int = 5_000
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of a slot."""
+        profile = self.profile
+        return KvLayout(profile.layers, profile.kv_heads, profile.head_dim, profile.dtype, profile.max_tokens)
 
     @property
     def rest_bound_ms(self) -> int:

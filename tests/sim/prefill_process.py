@@ -6,25 +6,27 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import ErrorCode
 from common.kv_layout import chunk_bounds
-from common.messages import PrefillDone, PrefillFailed, ShmPlane
+from common.messages import PrefillDone, PrefillFailed, ShmPlane, TcpPlane
 from prefill_node import events as ev
 from prefill_node.core import PrefillCore
 from prefill_node.production import PrefillSettings
 from prefill_node.stack import PrefillStack
 from tests.sim import memory
-from tests.sim.links import RouterEnd
+from tests.sim.bulk import BulkSource, Parcel
+from tests.sim.links import RouterEnd, Sent
 from tests.sim.memory import Slab
-from tests.sim.plan import CHUNK_TOKENS, MAX_TOKENS, PROFILE, TOKEN_BYTES, Option, Plan
+from tests.sim.plan import CHUNK_TOKENS, VOCABULARY, Option, Plan, usual
 from tests.sim.process import Names, Process, outbox_deadline_ms
+from transport.bulk import CloseBulk, FromBulk, PieceLetGo, ToBulk
 from transport.listener import Listener
-from transport.peers import SendFrame, Tick
+from transport.peers import RouteLost, SendFrame, Tick
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
 
 class PrefillProcess(Process):
-    """command: the chunk compute has; begun: whether it has touched the slot for it.
+    """command: the chunk compute has; begun: whether it has touched the slot for it. sources: bulk ends.
 
     damage: how the next record is spoiled, 0 for not at all.
     """
@@ -39,23 +41,28 @@ class PrefillProcess(Process):
         self.incarnations += 1
         plan = self.plan
         self.incarnation = f"{self.name}.{self.incarnations}"
-        plane = ShmPlane(self.incarnation, plan.slots, MAX_TOKENS * TOKEN_BYTES)
+        plane = ShmPlane(self.incarnation, plan.slots, plan.layout.slot_bytes)
         settings = PrefillSettings(
             incarnation=self.incarnation,
-            profile=PROFILE,
+            profile=plan.profile,
+            slot_count=plan.slots,
             plane=plane,
-            token_bytes=TOKEN_BYTES,
+            token_bytes=plan.layout.token_bytes,
             lease_ms=plan.times.lease_ms,
             stall_ms=plan.stall_ms,
             drain_ms=plan.drain_ms,
             decode_nodes=plan.decode_nodes,
             slots_per_session=plan.slots_per_session or plan.slots,
+            planes=tuple(sorted(set(plan.planes))),
         )
         self.core = PrefillCore(settings, Names(f"{self.incarnation}-session"))
-        self.stack = PrefillStack(Listener(plan.times, self.core.progress_count), self.core)
+        self.stack = PrefillStack(
+            Listener(plan.times, self.core.progress_count), self.core, plan.layout, plan.times.lease_ms
+        )
         self.router = RouterEnd()
         self.port: Any = None
         self.slab = Slab(plan.slots)
+        self.sources: dict[str, BulkSource] = {}
         self.command: ev.RunChunk | None = None
         self.begun = False
         self.draining = False
@@ -90,11 +97,42 @@ class PrefillProcess(Process):
                 elif isinstance(effect, ev.RunChunk):
                     world.audit.that(self.command is None, "INV-2: compute was given two chunks at once")
                     self.command, self.begun = effect, False
+                elif isinstance(effect, ToBulk):
+                    events.extend(self._to_bulk(effect.session, effect.item, world))
+                elif isinstance(effect, ev.PreparePlane):
+                    self.sources[effect.session] = BulkSource()
+                    events.append(ev.PlanePrepared(effect.session, effect.route, TcpPlane(1)))
                 elif isinstance(effect, ev.ExitNode):
                     self.exit = effect
             self.core.check()
         if self.exit is not None:
             world.left(self)
+
+    def _to_bulk(self, session: str, item: Any, world: "World") -> list[Any]:
+        source = self.sources[session]
+        if isinstance(item, CloseBulk):
+            source.close()
+            return []
+        wire = source.wire
+        world.audit.that(wire is not None and item.route == wire.peer, "KV goes to a stranger")
+        parcel = Parcel(item, self.slab)
+        if wire.put_down(parcel) is Sent.GONE:
+            return [FromBulk(session, RouteLost(item.route))]
+        source.reading.append(parcel)
+        return []
+
+    def let_go(self, session: str, count: int, world: "World") -> None:
+        """Memory of the oldest parcels of a session is no longer read; of a closed end, then of all."""
+        source = self.sources[session]
+        for _ in range(min(count, len(source.reading))):
+            parcel = source.reading.popleft()
+            parcel.read()
+            if not source.closing:
+                piece = parcel.frame.message
+                self.step(FromBulk(session, PieceLetGo(piece.slot, piece.epoch)), world)
+        if source.closing and not source.reading:
+            del self.sources[session]
+            self.step(ev.BulkReleased(session), world)
 
     def _completion(self, frame: SendFrame, world: "World") -> SendFrame:
         """Book a completion, and spoil a record if that is due."""
@@ -122,7 +160,14 @@ class PrefillProcess(Process):
 
     def prompt_options(self, now_ms: int) -> list[Option]:
         ready = self.computes and self.slow_until_ms <= now_ms
-        return [Option("compute", self.name)] if ready else []
+        found = [usual("compute", self.name)] if ready else []
+        for session, source in self.sources.items():
+            count = len(source.reading)
+            if source.closing or (count and not source.wire.down_cut):
+                found.append(usual("let_go", session, 1))
+                if count > 1 and self.plan.codec:
+                    found.append(usual("let_go", session, count))
+        return found
 
     def work(self, world: "World") -> None:
         """Compute begins its chunk, or ends it and answers."""
@@ -153,7 +198,7 @@ class PrefillProcess(Process):
                 return ev.ComputeFailed(slot, command.epoch, "an earlier chunk changed", ErrorCode.KV_CORRUPT)
             folded = memory.mix(folded, content)
         token = memory.next_token(folded).to_bytes(4, "little")
-        logits = token * PROFILE.vocab_size
+        logits = token * VOCABULARY
         return ev.ChunkComputed(slot, command.epoch, command.end, digest, 1_000, logits, token * 4)
 
     def fail_chunk(self, world: "World") -> None:

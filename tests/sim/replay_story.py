@@ -16,11 +16,17 @@ from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import common.client_messages
+import common.digests
 import common.errors
+import common.kv_convert
 import common.kv_layout
 import common.lifecycle
 import common.messages
+import common.prefix_commands
+import common.prefix_index
 import common.sampling
+import decode_node.cache_orders
 import decode_node.clients
 import decode_node.compute_watch
 import decode_node.core
@@ -30,6 +36,8 @@ import decode_node.handoff
 import decode_node.jobs
 import decode_node.lane_work
 import decode_node.lanes
+import decode_node.prefix_cache
+import decode_node.record
 import decode_node.scheduler
 import decode_node.settings
 import decode_node.slots
@@ -40,8 +48,10 @@ import decode_node.workers
 import prefill_node.core
 import prefill_node.events
 import prefill_node.grants
+import prefill_node.line
 import prefill_node.production
 import prefill_node.stack
+import transport.bulk
 import transport.connector
 import transport.listener
 import transport.peers
@@ -50,11 +60,17 @@ from common.story_form import name_of
 from common.version import VERSION
 
 MODULES: tuple[ModuleType, ...] = (
+    common.client_messages,
+    common.digests,
     common.errors,
+    common.kv_convert,
     common.kv_layout,
     common.lifecycle,
     common.messages,
+    common.prefix_commands,
+    common.prefix_index,
     common.sampling,
+    decode_node.cache_orders,
     decode_node.clients,
     decode_node.compute_watch,
     decode_node.core,
@@ -64,6 +80,8 @@ MODULES: tuple[ModuleType, ...] = (
     decode_node.jobs,
     decode_node.lane_work,
     decode_node.lanes,
+    decode_node.prefix_cache,
+    decode_node.record,
     decode_node.scheduler,
     decode_node.settings,
     decode_node.slots,
@@ -74,8 +92,10 @@ MODULES: tuple[ModuleType, ...] = (
     prefill_node.core,
     prefill_node.events,
     prefill_node.grants,
+    prefill_node.line,
     prefill_node.production,
     prefill_node.stack,
+    transport.bulk,
     transport.connector,
     transport.listener,
     transport.peers,
@@ -115,7 +135,7 @@ class UnreadableStory(Exception):
 class Reader:
     """Builds values from their written form; the counterpart of `common.story_form.Form`."""
 
-    def __init__(self, source: Callable[[], Any]) -> None:
+    def __init__(self, source: Callable[..., Any]) -> None:
         """source: stands in for every function from outside."""
         self._source = source
         self._built: dict[int, Any] = {}
@@ -266,9 +286,9 @@ def read_story(lines: list[str]) -> Replay:
         if head["story"] != FORMAT:
             raise UnreadableStory(f"its form is {head['story']}, this is for {FORMAT}")
         given = iter(answers["answers"])
-        reader = Reader(lambda: next(given))
+        reader = Reader(lambda *_: next(given))
         stack = reader.value(state["state"])
-        events = [(Reader(lambda: None).value(step["event"]), step["ms"]) for step in steps]
+        events = [(Reader(lambda *_: None).value(step["event"]), step["ms"]) for step in steps]
         replay = Replay(head, stack, events, ending["ending"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnreadableStory(f"it is damaged: {error!r}") from error

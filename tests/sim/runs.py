@@ -4,13 +4,14 @@ Each run knows a random subset of the faults only, so that no one fault hides th
 whatever is broken is mended and restarted, and the world must come to rest within the bound of INV-7.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from common.data_planes import SHM, TCP
 from common.errors import InvariantViolation
-from tests.sim import faults
+from tests.sim import aim, faults, faults_bulk
 from tests.sim.choices import Choices
 from tests.sim.coverage import Coverage
-from tests.sim.plan import JobPlan, Option, Plan
+from tests.sim.plan import CUT, HUGE, LAYERED, PROFILE, JobPlan, Option, Plan
 from tests.sim.world import World
 
 EVENTS = 200
@@ -18,9 +19,11 @@ START_EVENTS = 30
 HEAL_STEPS_MAX = 6_000
 JOBS_MIN = 3
 AIMED_SHARE = 0.04
-STOP_SHARE = 0.3
+PASSING_SHARE = 0.35
+STOP_SHARE = 0.4
 # Decode nodes, prefill nodes.
 _SHAPES = ((1, 1), (1, 1), (1, 1), (2, 1), (2, 1), (1, 2))
+_HARSH_OF_CONTROL = tuple(name for name in faults.HARSH if name not in faults_bulk.HARSH)
 _RARE = (
     *faults.HARSH,
     "late_completion",
@@ -29,9 +32,12 @@ _RARE = (
     "text_error",
     "short_record",
     "compute_error",
+    *faults_bulk.FAULTS,
 )
 _SOUGHT = (*_RARE, "hung_compute", "client_gone")
-_LAZY = ("deliver_up", "deliver_down", "compute", "mail", "text", "restart")
+_LAZY = ("deliver_up", "deliver_down", "compute", "mail", "text", "restart", "bulk_up", "bulk_down", "let_go")
+_PLANES = ((SHM,), (SHM,), (TCP,), (TCP, SHM))
+_PROFILES = (PROFILE, PROFILE, LAYERED, LAYERED, CUT, HUGE)
 
 
 class SimulationFailed(AssertionError):
@@ -56,8 +62,8 @@ def draw_plan(choices: Choices) -> Plan:
     clients = max(decode_nodes, 1 + choices.below(2))
     some = choices.some_of([name for name in faults.NAMES if name not in faults.HARSH])
     if choices.chance(0.3):
-        some += faults.HARSH
-    return Plan(
+        some += _HARSH_OF_CONTROL
+    plan = Plan(
         jobs=tuple(_draw_job(choices, clients) for _ in range(JOBS_MIN + choices.below(7))),
         clients=clients,
         decode_nodes=decode_nodes,
@@ -76,6 +82,13 @@ def draw_plan(choices: Choices) -> Plan:
         job_timeout_ms=choices.one_of((1_800, 5_000)),
         prefill_wait_ms=choices.one_of((800, 4_000)),
     )
+    planes = choices.one_of(_PLANES)
+    if TCP not in planes:
+        return replace(plan, faults=tuple(item for item in plan.faults if item[0] not in faults_bulk.FAULTS))
+    if choices.chance(0.5):
+        harsh = tuple((name, _budget(name, choices)) for name in faults_bulk.HARSH)
+        plan = replace(plan, faults=plan.faults + harsh)
+    return replace(plan, planes=planes, profile=choices.one_of(_PROFILES))
 
 
 def _budget(name: str, choices: Choices) -> int:
@@ -145,9 +158,11 @@ class Run:
                 # What one fault has left behind is where the next one hurts.
                 self.burst = choices.chance(0.5)
                 return choices.one_of([option for option in found if option.kind == kind])
-        if choices.chance(AIMED_SHARE) and (aimed := self._aimed()):
+        if choices.chance(AIMED_SHARE) and (aimed := aim.in_work(world)):
             return choices.one_of(aimed)
-        if (stops := self._stop_in_copy()) and choices.chance(STOP_SHARE):
+        if choices.chance(PASSING_SHARE) and (aimed := aim.in_passing(world, choices)):
+            return choices.one_of(aimed)
+        if (stops := aim.in_copy(world)) and choices.chance(STOP_SHARE):
             return choices.one_of(stops)
         prompt = world.prompt_options()
         if choices.chance(self.submit_share):
@@ -161,26 +176,6 @@ class Run:
         if prompt and self.coverage is not None:
             self.coverage.fault(Option("delay"), world)
         return Option("time", detail=1 + choices.below(90) if choices.chance(0.15) else 0)
-
-    def _aimed(self) -> list[Option]:
-        """Faults that find their moment too seldom: what goes wrong in work, and a cancel of any job."""
-        found: list[Option] = []
-        if self.world.budget.get("slow_compute", 0) > 0:
-            slow = faults.FAULTS["slow_compute"].find(self.world)
-            found += [option for option in slow if option.where[0] == "p"]
-        for name in ("text_error", "short_record", "cancel"):
-            if self.world.budget.get(name, 0) > 0:
-                found += faults.FAULTS[name].find(self.world)
-        return found
-
-    def _stop_in_copy(self) -> list[Option]:
-        """Decode nodes to be stopped in the middle of a copy, while another one may get the slot."""
-        world = self.world
-        if len(world.decodes) == 1 or world.budget.get("stop_decode", 0) < 1:
-            return []
-        return [
-            Option("stop_decode", node.name) for node in world.decodes if node.runs and node.device.filling
-        ]
 
     def _heal(self) -> None:
         """No more faults; everything that is down comes back, and rest must come in time."""

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from types import FunctionType, MethodType
@@ -16,7 +17,7 @@ from tests.sim.canonical import key
 from tests.sim.explore import TIME, Exploration, Violation, choices, replay, start, take
 from tests.sim.explore_clone import clone_of, slots_of
 from tests.sim.explore_fields import DURATIONS, EXCLUDED, INSTANTS, RELEVANT_MS
-from tests.sim.explore_scenarios import CI, LONG, SHORT, Scenario, faulty
+from tests.sim.explore_scenarios import CI, LONG, SHORT, Scenario, faulty, over_tcp
 from tests.sim.mutants import ROOT
 from tests.sim.plan import Option
 from tests.sim.world import World
@@ -58,9 +59,12 @@ def middle_of(scenario: Scenario) -> World:
     raise AssertionError("two jobs are never under way")
 
 
-@pytest.fixture
-def busy() -> World:
-    return middle_of(faulty("busy", LONG, SHORT, cancel=1))
+BUSY = faulty("busy", LONG, SHORT, cancel=1)
+
+
+@pytest.fixture(params=[BUSY, over_tcp(BUSY)], ids=["shm", "tcp"])
+def busy(request: pytest.FixtureRequest) -> World:
+    return middle_of(request.param)
 
 
 def reachable(thing: Any, found: dict[int, Any]) -> dict[int, Any]:
@@ -112,7 +116,7 @@ def test_a_clone_shares_nothing_that_can_change(busy: World) -> None:
 
 
 def test_what_is_done_to_a_clone_is_not_seen_by_its_original(busy: World) -> None:
-    before, scenario = key(busy), faulty("busy", LONG, SHORT, cancel=1)
+    before, scenario = key(busy), BUSY
     copied = clone_of(busy)
     assert key(copied) == before
     for _ in range(60):
@@ -201,9 +205,10 @@ def settle(world: World, scenario: Scenario) -> None:
     raise AssertionError("the pair does not settle")
 
 
-def test_a_pair_that_has_connected_anew_is_where_it_was() -> None:
+@pytest.mark.parametrize("over", [lambda scenario: scenario, over_tcp], ids=["shm", "tcp"])
+def test_a_pair_that_has_connected_anew_is_where_it_was(over: Callable[[Scenario], Scenario]) -> None:
     """Sessions, attempts, sequence numbers and the clock differ; what may happen does not."""
-    scenario = faulty("anew", SHORT, second_session=1)
+    scenario = over(faulty("anew", SHORT, second_session=1))
     world = start(scenario)
     sessions, keys = set(), set()
     for _ in range(3):

@@ -4,13 +4,16 @@ A failure prints the command that replays it.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from common.data_planes import SHM, TCP
 from common.errors import ErrorCode
 from tests.sim.campaign import Summary, campaign
 from tests.sim.coverage import IMPOSSIBLE, all_cells, all_pairs, possible_cells
 from tests.sim.runs import EVENTS, JOBS_MIN, Run
+from transport.bulk import BulkSender
 
 RUNS = 20_000
 PROCESSES = 2
@@ -57,6 +60,29 @@ def test_a_copied_world_goes_its_own_way_and_the_same_way() -> None:
     assert run.world.usual_options() == options
     run.world.take(options[0])
     assert run.world.usual_options() == copy.usual_options()
+
+
+def test_runs_over_tcp_wait_for_credit_and_meet_late_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, send = [], BulkSender._send
+
+    def counting_send(sender: BulkSender, now_ms: int) -> list[Any]:
+        effects = send(sender, now_ms)
+        if sender._waiting and sender._route is not None:
+            waits.append(sender.session)
+        return effects
+
+    monkeypatch.setattr(BulkSender, "_send", counting_send)
+    runs = [Run(seed) for seed in range(60)]
+    planes = {run.plan.planes for run in runs}
+    fenced = 0
+    for run in runs:
+        if TCP in run.plan.planes:
+            run.complete()
+            receivers = [end for node in run.world.decodes for end in node.stack.receivers.values()]
+            fenced += sum(receiver.fenced_pieces for receiver in receivers)
+    assert planes == {(SHM,), (TCP,), (TCP, SHM)}
+    assert len(waits) > 20
+    assert fenced > 0
 
 
 @pytest.fixture(scope="module")

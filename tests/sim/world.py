@@ -10,16 +10,18 @@ from typing import Any, Self
 
 from tests.sim import faults
 from tests.sim.audit import Audit
+from tests.sim.bulk import BATCH, BulkWire
 from tests.sim.choices import Choices
 from tests.sim.client_process import ClientProcess
 from tests.sim.decode_process import DecodeProcess
 from tests.sim.links import CAPACITY, DealerEnd, PlainPort, Wire
 from tests.sim.memory import Slab
-from tests.sim.plan import NEVER_MS, Option, Plan
+from tests.sim.plan import NEVER_MS, Option, Plan, usual
 from tests.sim.prefill_process import PrefillProcess
 from tests.sim.process import Process
+from transport.bulk import FromBulk
 from transport.codec import Header, encode
-from transport.peers import SendFrame
+from transport.peers import FrameReceived, SendFrame
 from transport.port import ControlPort
 
 SPINS_MAX = 10
@@ -29,7 +31,8 @@ IDLE_MS = 200
 class World:
     """cuts: (from, to) pairs of processes between which nothing passes. budget: faults left, by name.
 
-    harsh: a connection has done what ZeroMQ never does.
+    bulk: connections that carry KV, by session. harsh: a connection has done what ZeroMQ never does. spoiled:
+    KV or a record was changed.
     """
 
     def __init__(self, plan: Plan, choices: Choices | None = None) -> None:
@@ -38,8 +41,9 @@ class World:
         self.steps = 0
         self.spins = 0
         self.audit = Audit(plan)
-        self.harsh = False
+        self.harsh = self.spoiled = False
         self.wires: dict[int, Wire] = {}
+        self.bulk: dict[str, BulkWire] = {}
         self.wire_count = 0
         self.cuts: set[tuple[str, str]] = set()
         self.slabs: dict[str, Slab] = {}
@@ -91,6 +95,20 @@ class World:
             wire.broken = True
         return self._port(DealerEnd(wire))
 
+    def dial_bulk(self, dealer: str, router: str, session: str) -> BulkWire:
+        """The bulk connection of a session; where nobody binds any more it is broken from the start."""
+        for name in [name for name, known in self.bulk.items() if known.dead]:
+            del self.bulk[name]
+        self.wire_count += 1
+        wire = self.bulk[session] = BulkWire(self.wire_count, dealer, router, session)
+        node = self.processes[router]
+        source = node.sources.get(session) if node.alive else None
+        if source is None or source.closing:
+            wire.broken = True
+        else:
+            source.wire = wire
+        return wire
+
     def remember(self, sender: str, wire: Wire, frame: SendFrame) -> None:
         """Keep the last words of the last two connections between two nodes, for those that come late."""
         if not self.late or frame.session is None:
@@ -117,6 +135,10 @@ class World:
             node.port.close()
             for port in getattr(node, "worker_ports", {}).values():
                 port.close()
+            for wire in getattr(node, "sinks", {}).values():
+                wire.close_dealer()
+            for source in getattr(node, "sources", {}).values():
+                source.close()
 
     # What can happen.
 
@@ -147,15 +169,32 @@ class World:
                 running.add(name)
                 own += process.prompt_options(now_ms)
             elif not process.alive:
-                own.append(Option("restart", name))
+                own.append(usual("restart", name))
         for number, wire in self.wires.items():
             dealer, router = wire.dealer, wire.router
             if wire.up and router in running and (not cuts or (dealer, router) not in cuts):
-                found.append(Option("deliver_up", str(number)))
+                found.append(usual("deliver_up", number))
             waits = wire.dealer_open and (wire.down or (wire.broken and not wire.told))
             if waits and dealer in running and (not cuts or (router, dealer) not in cuts):
-                found.append(Option("deliver_down", str(number)))
-        return found + own
+                found.append(usual("deliver_down", number))
+        return found + self._bulk_options(running) + own if self.bulk else found + own
+
+    def _bulk_options(self, running: set[str]) -> list[Option]:
+        """Deliveries of KV and credit: of one message, in seeded runs also of all that wait."""
+        found = []
+        several, cuts = self.plan.codec, self.cuts
+        for session, wire in self.bulk.items():
+            dealer, router = wire.dealer, wire.router
+            count = len(wire.up)
+            if count and router in running and not wire.up_cut and (dealer, router) not in cuts:
+                found.append(usual("bulk_up", session, BATCH if several else 1))
+            count = len(wire.down)
+            waits = wire.dealer_open and (count or (wire.broken and not wire.told))
+            if waits and dealer in running and not wire.down_cut and (router, dealer) not in cuts:
+                found.append(usual("bulk_down", session, 1))
+                if count > 1 and several:
+                    found.append(usual("bulk_down", session, BATCH))
+        return found
 
     def next_due_ms(self) -> int:
         """When the next process must look at its clock, or slow compute is through."""
@@ -177,9 +216,9 @@ class World:
     def take(self, option: Option) -> None:
         """Let one thing happen; raises when an invariant does not hold afterwards."""
         self.steps += 1
-        usual = getattr(self, "_take_" + option.kind, None)
-        if usual is not None:
-            usual(option)
+        take = getattr(self, "_take_" + option.kind, None)
+        if take is not None:
+            take(option)
         else:
             self.budget[option.kind] -= 1
             faults.apply(self, option)
@@ -227,6 +266,39 @@ class World:
             self.audit.heard_in_order(process, wire.router, item)
         self._after_delivery(wire)
 
+    def _take_bulk_up(self, option: Option) -> None:
+        session = option.where
+        wire = self.bulk[session]
+        node = self.processes[wire.router]
+        for _ in range(min(option.detail, len(wire.up))):
+            if wire.up:
+                said_in, sequence, message = wire.up.popleft()
+                arrived = FrameReceived(wire.peer, said_in, sequence, message)
+                node.step(FromBulk(session, arrived), self)
+        self._after_bulk(wire)
+
+    def _take_bulk_down(self, option: Option) -> None:
+        session = option.where
+        wire = self.bulk[session]
+        node = self.processes[wire.dealer]
+        for _ in range(min(option.detail, len(wire.down)) or 1):
+            if wire.down:
+                node.take_bulk(session, wire.down.popleft(), self)
+            elif wire.broken and not wire.told and wire.dealer_open:
+                wire.told = True
+                node.take_bulk(session, None, self)
+        self._after_bulk(wire)
+
+    def _after_bulk(self, wire: BulkWire) -> None:
+        if wire.dead:
+            del self.bulk[wire.session]
+        else:
+            self.audit.credit(self, wire)
+
+    def _take_let_go(self, option: Option) -> None:
+        session = option.where
+        self.processes[session[: session.index(".")]].let_go(session, option.detail, self)
+
     def _after_delivery(self, wire: Wire) -> None:
         if wire.dead:
             self._forget_wire(wire)
@@ -268,6 +340,10 @@ class World:
     def _take_mend(self, option: Option) -> None:
         one, other = option.where.split(">")
         self.cuts.discard((one, other))
+
+    def _take_bulk_mend(self, option: Option) -> None:
+        wire = self.bulk[option.where]
+        wire.up_cut = wire.down_cut = False
 
     def _take_see(self, option: Option) -> None:
         self.processes[option.where].blind = False

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from common import client_messages as cm
 from common import limits
 from common import messages as ms
 from common.clock import now_ms
@@ -119,11 +120,11 @@ def serve(message: Any) -> list[Any]:
     if not isinstance(message, ms.Submit):
         return []
     label = message.label
-    timings = ms.Timings(1, 1, {}, 0, 0, 0, 0, 0, None)
+    timings = cm.Timings(1, 1, {}, 0, 0, 0, 0, 0, None)
     return [
         ms.Accepted(label, "job", 1),
         ms.Tokens(label, (5,), "x"),
-        ms.Finished(label, "stop", "local", ms.Usage(1, 1), timings),
+        ms.Finished(label, "stop", "local", cm.Usage(1, 1), timings),
     ]
 
 

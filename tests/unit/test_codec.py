@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common import client_messages as cm
 from common import messages as ms
 from common.errors import ErrorCode, PeerProtocolError
 from tests.protocol_samples import (
@@ -99,7 +100,7 @@ def test_there_are_golden_bytes_for_every_type_and_no_other() -> None:
 
 
 def test_a_field_with_a_default_may_not_be_left_out_either() -> None:
-    body = {"incarnation": "i", "attempt": 1, "role": "client"}
+    body = {"incarnation": "i", "attempt": 1, "role": "client", "planes": ["shm"], "memory_probe": None}
     with pytest.raises(PeerProtocolError, match="field profile is missing"):
         decode(frames_with(ms.Hello, body))
     assert decode(frames_with(ms.Hello, body | {"profile": None}))[1] == ms.Hello("i", 1, ms.Role.CLIENT)
@@ -107,7 +108,7 @@ def test_a_field_with_a_default_may_not_be_left_out_either() -> None:
 
 def test_what_is_no_message_is_our_own_bug() -> None:
     with pytest.raises(KeyError):
-        encode(Header(SESSION, 1), ms.Usage(1, 2))
+        encode(Header(SESSION, 1), cm.Usage(1, 2))
     with pytest.raises(TypeError, match="set cannot travel"):
         encode(Header(SESSION, 1), ms.StatusReply({"lanes": {1, 2}}))
 

@@ -9,15 +9,18 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from common.block_store import BlockStore
 from common.digests import prompt_digest
 from common.engines.registry import EngineSettings, load_decode_engine, load_prefill_engine
 from common.errors import ErrorCode
 from common.hooks import HoldPoints
+from common.kv_convert import KvConverter
 from common.log import NodeLog
 from common.messages import PrefillDone
 from common.sampling import SamplingParams
 from decode_node import events as ev
 from decode_node.compute import DecodeCompute, ImportFrom
+from decode_node.kv_import import KvSource
 from prefill_node.compute import PrefillCompute
 from prefill_node.events import ComputeFailed, RunChunk
 from tests.oracle import expected_tokens
@@ -34,7 +37,7 @@ SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True)
 def one_chunk(prompt_ids: list[int], epoch: int = 1) -> RunChunk:
     """The whole of a prompt, which the decode node has named as `PROMPT`."""
     prompt = np.array(prompt_ids, dtype="<i4").tobytes()
-    return RunChunk("job", 0, epoch, prompt, prompt_digest(PROMPT), 0, 0, len(prompt_ids), ())
+    return RunChunk("job", 0, epoch, prompt, prompt_digest(PROMPT), 0, len(prompt_ids), (), ())
 
 
 class Bench:
@@ -47,11 +50,13 @@ class Bench:
         self.engine = engine = load_prefill_engine(SETTINGS)
         engine.attach([slab.slot(0)])
         self.producer = producer = PrefillCompute(SETTINGS, self.mailbox, hooks, log)
-        producer.attach(slab, engine.capabilities.layout)
+        producer.attach(slab, engine.capabilities.layout, BlockStore(engine.capabilities.layout, 16, 0))
+        producer._layout, producer._slots = engine.capabilities.layout, [slab.slot(0)]
         chunk = producer._compute(engine, one_chunk(PROMPT))
         engine.attach([])
-        self.layout = engine.capabilities.layout
-        self.view = SlabView(slab.name, 1, slab.slot_bytes)
+        layout, form = engine.capabilities.layout, engine.capabilities.form
+        view = SlabView(slab.name, 1, slab.slot_bytes)
+        self.source = KvSource(view, layout, KvConverter(form, form, layout.head_dim))
         self.record = PrefillDone(
             "job",
             0,
@@ -73,7 +78,7 @@ class Bench:
         """Until the copy has ended and decode has begun; what compute said."""
         self.compute._sample_first(ev.SampleFirst("job", self.record, SAMPLING))
         first = expected_tokens(PROMPT, 1)[0]
-        self.compute._start_import(ImportFrom("job", 0, self.view, self.layout, self.record, first))
+        self.compute._start_import(ImportFrom("job", 0, self.source, self.record, first))
         while self.compute._filling:
             self.compute._fill(0)
         return self.mailbox.take()
@@ -112,7 +117,7 @@ def test_a_job_forgotten_between_its_copy_and_its_first_step_is_not_decoded(benc
 
 def test_a_job_forgotten_during_its_copy_ends_with_the_copy(bench: Bench) -> None:
     bench.compute._sample_first(ev.SampleFirst("job", bench.record, SAMPLING))
-    bench.compute._start_import(ImportFrom("job", 0, bench.view, bench.layout, bench.record, 0))
+    bench.compute._start_import(ImportFrom("job", 0, bench.source, bench.record, 0))
     bench.compute._forget_job(ev.ForgetJob("job", known_to_compute=True))
     while bench.compute._filling:
         bench.compute._fill(0)
@@ -136,4 +141,4 @@ def test_a_prompt_that_changed_on_the_way_is_not_computed(bench: Bench) -> None:
     answer = bench.producer._compute(bench.engine, one_chunk([*PROMPT[:-1], PROMPT[-1] ^ 1], epoch=2))
     assert (type(answer), answer.code) == (ComputeFailed, ErrorCode.KV_CORRUPT)
     assert "changed on the way" in answer.detail
-    assert bench.view.epoch(0) == 1, "the slot was not touched"
+    assert bench.source.view.epoch(0) == 1, "the slot was not touched"

@@ -9,7 +9,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from common.engines.emulated import EOS, EmulatedDecodeEngine, EmulatedPrefillEngine
+from common.engines.byte_tokenizer import EOS
+from common.engines.emulated import EmulatedDecodeEngine, EmulatedPrefillEngine
 from common.engines.registry import EngineSettings, load_decode_engine, load_prefill_engine
 from common.errors import InvariantViolation
 from common.kv_layout import chunk_bounds

@@ -12,14 +12,8 @@ import numpy as np
 import pytest
 
 from common import clock
-from common.engines.emulated import (
-    BOS,
-    END_OF_TURN,
-    EOS,
-    ByteTokenizer,
-    EmulatedDecodeEngine,
-    EmulatedPrefillEngine,
-)
+from common.engines.byte_tokenizer import BOS, END_OF_TURN, EOS, ByteTokenizer
+from common.engines.emulated import EmulatedDecodeEngine, EmulatedPrefillEngine
 from common.engines.registry import EngineSettings, load_decode_engine, load_prefill_engine
 from common.errors import ConfigError, InvariantViolation
 

@@ -22,7 +22,7 @@ from common.lifecycle import (
 # One line for each state: what may happen there, and where it leads.
 SLOT = """
 free: reserved>producing
-producing: completed>ready producer_failed>free job_detached>orphaned
+producing: completed>ready producer_failed>free job_detached>orphaned detached_with_record>free
 ready: import_started>importing job_detached>free
 importing: copy_ended>free
 orphaned: completed>free producer_failed>free
@@ -31,9 +31,10 @@ SOURCE = """
 pool: granted>idle
 idle: prefill>queued session_ended>pool
 queued: compute_started>computing cancelled>idle failed>idle session_ended>pool
-computing: done>held failed>idle cancelled>idle session_ended>abandoned
+computing: done>held failed>idle cancelled>idle compute_ended>sending session_ended>abandoned
+sending: done>held failed>idle cancelled>idle session_ended>abandoned
 held: release>idle session_ended>pool
-abandoned: compute_stopped>pool
+abandoned: let_go>pool
 """
 LANE = """
 free: import_started>importing prefill_started>prefilling
@@ -139,8 +140,9 @@ def test_a_copy_runs_to_its_end_whatever_happens() -> None:
     assert ways_out == {SlotEvent.COPY_ENDED}
 
 
-def test_a_slot_that_compute_writes_leaves_its_session_only_through_abandoned() -> None:
+def test_a_slot_in_use_leaves_its_session_only_through_abandoned() -> None:
     ended = SourceEvent.SESSION_ENDED
     assert SOURCE_TRANSITIONS[SourceState.COMPUTING, ended] is SourceState.ABANDONED
+    assert SOURCE_TRANSITIONS[SourceState.SENDING, ended] is SourceState.ABANDONED
     ways_out = {event for state, event in SOURCE_TRANSITIONS if state is SourceState.ABANDONED}
-    assert ways_out == {SourceEvent.COMPUTE_STOPPED}
+    assert ways_out == {SourceEvent.LET_GO}

@@ -386,5 +386,5 @@ def test_a_cancelled_prefetch_is_cancelled_at_the_prefill_node_too() -> None:
     pair.hold_up = False
     pair.deliver()
     pair.prefill_chunk()
-    assert pair.prefill.core.counters["prefills_cancelled"] == 1
+    assert pair.prefill.core.line.counters["prefills_cancelled"] == 1
     assert not pair.prefill.chunks, "four of five chunks were not computed"

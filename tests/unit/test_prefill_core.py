@@ -34,7 +34,7 @@ def test_a_prefill_is_computed_in_chunks_and_answered_once_with_its_record() -> 
         1400,
     )
     assert node.states() == ["held", "idle"]
-    assert node.core.progress == 2
+    assert node.core.line.progress == 2
 
 
 def test_compute_has_one_chunk_at_a_time_and_takes_prefills_in_order() -> None:
@@ -62,7 +62,7 @@ def test_a_repeated_job_id_is_no_error() -> None:
         ({"prompt": b""}, ErrorCode.EMPTY_PROMPT),
         ({"prompt": b"abc"}, ErrorCode.EMPTY_PROMPT),
         ({"prompt": bytes(4 * (MAX_TOKENS + 1))}, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
-        ({"send_from": 1}, ErrorCode.INVALID_REQUEST),
+        ({"send_from": MAX_TOKENS}, ErrorCode.INVALID_REQUEST),
     ],
 )
 def test_a_prompt_that_cannot_be_computed_is_answered_at_once(changes: dict, code: ErrorCode) -> None:
@@ -70,7 +70,7 @@ def test_a_prompt_that_cannot_be_computed_is_answered_at_once(changes: dict, cod
     [failure] = completions(node.prefill(0, 1, **changes))
     assert (failure.code, failure.slot, failure.epoch) == (code, 0, 1)
     assert node.states() == ["idle", "idle"]
-    assert node.core.counters["prefills_failed"] == 1
+    assert node.core.line.counters["prefills_failed"] == 1
     assert len(node.prefill(0, 2)) == 1, "its epoch is used up, the slot is not"
 
 

@@ -113,7 +113,6 @@ def test_a_second_decode_node_is_refused_for_the_time_being() -> None:
         "head_dim",
         "vocab_size",
         "dtype",
-        "rope_form",
     ],
 )
 def test_a_mismatch_is_refused_for_good_and_names_each_field(field: str) -> None:

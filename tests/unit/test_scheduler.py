@@ -63,7 +63,7 @@ class World:
     def complete(self, job: Job, slot: GrantedSlot, first_token: int | None = 3) -> None:
         self.ledger.advance(slot, SlotEvent.COMPLETED, 0)
         job.advance(JobEvent.RECORD_ARRIVED, 0)
-        job.first_token = first_token
+        job.first_token, job.kv_here = first_token, True
         self.scheduler.hold(job)
 
     def start_import(self, decision: ImportInto) -> None:
@@ -286,3 +286,13 @@ def test_a_node_that_is_not_usable_gets_nothing_while_the_other_has_room() -> No
     world.suspect()
     world.queue("a")
     assert world.decide().slot.session == "t1"
+
+
+def test_a_prompt_that_is_too_short_to_be_sent_is_computed_here_where_that_is_allowed() -> None:
+    for route in (LOCAL_ROUTE, ROUTE):
+        world = World(route=replace(route, min_remote_prompt_tokens=3))
+        for tokens in (2, 3):
+            job = world.queue(f"{tokens} tokens")
+            job.prompt = bytes(4 * tokens)
+            local = world.scheduler.goes_local(job, world.workers)
+            assert local is (route is LOCAL_ROUTE and tokens < 3)

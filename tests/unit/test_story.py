@@ -145,9 +145,9 @@ def test_a_ledger_that_a_handler_corrupts_breaks_in_the_replay_too(
     pair.decode = Recorded(pair.decode)
     reserve = SlotLedger.reserve
 
-    def corrupting(ledger: SlotLedger, *arguments: Any) -> Any:
+    def corrupting(ledger: SlotLedger, *arguments: Any, **more: Any) -> Any:
         ledger.granted_count += 1
-        return reserve(ledger, *arguments)
+        return reserve(ledger, *arguments, **more)
 
     monkeypatch.setattr(SlotLedger, "reserve", corrupting)
     error = broken_pair(pair, lambda: pair.client.submit("a", [1, 2, 3]))

@@ -122,7 +122,7 @@ def test_a_thread_that_died_is_a_story_that_plays_to_its_end(run_daemon, capsys)
 
 def test_a_broken_check_is_a_story_that_plays(run_daemon, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def broken(core: Any) -> None:
-        check(core.counters["hellos_refused"] < 0, "INV-1: planted")
+        check(core.hellos_refused < 0, "INV-1: planted")
 
     monkeypatch.setattr("prefill_node.core.PrefillCore.check", broken)
     status, entries = run_daemon(lambda node: iter([Tick()] * STEPS_PER_CHECK))

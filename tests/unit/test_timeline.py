@@ -1,6 +1,6 @@
 """The timeline: from a job's stages to the rows of both nodes."""
 
-from common.messages import Timings
+from common.client_messages import Timings
 from transport.launch.timeline import IDLE, Interval, draw, letter, rows_of
 
 

@@ -21,7 +21,7 @@ from common.messages import (
     ShmPlane,
     SlotGrant,
 )
-from decode_node.events import CloseWorker, SendToWorker, UnmapSlab, WorkerSuspected
+from decode_node.events import ClosePlane, CloseWorker, SendToWorker, WorkerSuspected
 from decode_node.slots import Reservation
 from decode_node.worker import Worker
 from tests.devices import PROFILE
@@ -226,7 +226,7 @@ def test_the_end_of_a_session_resolves_every_future_and_unmaps_what_nobody_reads
     worker = opened()
     send(worker, "a")
     worker.detach(send(worker, "b"), "cancel", 0)
-    assert worker.lost("s1", 0) == (["a"], [UnmapSlab("s1")])
+    assert worker.lost("s1", 0) == (["a"], [ClosePlane("s1")])
     assert worker.session is None
     with pytest.raises(InvariantViolation):
         worker.lost("s1", 0)
@@ -245,10 +245,10 @@ def test_the_mapping_of_an_ended_session_stays_until_its_last_survivor_is_let_go
     assert worker.detach(first, "cancel", 0) == [], "the copy runs to its end"
     if ending == "detach":
         assert worker.detach(second, "cancel", 0) == []
-        assert worker.copy_ended(first, 0) == [UnmapSlab("s1")]
+        assert worker.copy_ended(first, 0) == [ClosePlane("s1")]
     else:
         assert worker.copy_ended(first, 0) == []
-        assert worker.detach(second, "cancel", 0) == [UnmapSlab("s1")]
+        assert worker.detach(second, "cancel", 0) == [ClosePlane("s1")]
     assert worker.ledger.reservable() is not None
 
 

@@ -8,7 +8,7 @@ arrival of each answer at the client, so a row is exact to the few milliseconds 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.messages import Timings
+from common.client_messages import Timings
 
 IDLE = "·"
 _STAGES = ("tokenizing", "queued", "prefilling", "prefilled", "importing", "local_prefilling", "decoding")
