@@ -1,4 +1,4 @@
-"""Measure Tandem: `python scripts/bench.py overlap|control|copy|engine|memory|robustness [--json]`.
+"""Measure Tandem: `python scripts/bench.py SUBCOMMAND [--json]`; `--help` says what there is.
 
 Decides nothing; each subcommand is a module of `scripts/benchmarks` with `configure(parser)` and
 `measure(options, console)`, which shows a table and returns the figures. All comparisons are ratios of
@@ -14,7 +14,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import control, engine, import_copy, memory, overlap, robustness
+from benchmarks import (
+    control,
+    conversion,
+    engine,
+    import_copy,
+    memory,
+    overlap,
+    prefix,
+    robustness,
+    transfer,
+    worth,
+)
 from rich.console import Console
 
 from common.errors import TandemError
@@ -23,8 +34,15 @@ COMMANDS = {
     "overlap": (overlap, "prefetch off and on, one and four clients, against the flow-shop bound"),
     "control": (control, "PING round trip, and what idle daemons use"),
     "copy": (import_copy, "the import's copy and digest against a plain memory copy"),
+    "conversion": (conversion, "each wire dtype: error of the next logits, equal tokens, bytes and speed"),
     "engine": (engine, "the torch engine against transformers' generate()"),
+    "transfer": (
+        transfer,
+        "KV over each data plane against what the machine can do; --hosts: two test hosts",
+    ),
+    "worth": (worth, "whether, and from which prompt length on, the prefill node pays"),
     "memory": (memory, "resident memory of both daemons over many jobs"),
+    "prefix": (prefix, "a chat and a shared system prompt, with the prefix caches off and on"),
     "robustness": (robustness, "digests, sequence checks and ledger checks on against off"),
 }
 

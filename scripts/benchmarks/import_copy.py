@@ -17,10 +17,11 @@ from rich.console import Console
 from common.clock import now_us
 from common.cpus import available_cpus, pin_process
 from common.engines.registry import NAMED_MODEL, EngineSettings, load_decode_engine
+from common.kv_convert import KvConverter
 from common.kv_layout import KvLayout, chunk_bounds
 from common.log import NodeLog
 from common.messages import PrefillDone
-from decode_node.kv_import import PIECE_BYTES, KvImport
+from decode_node.kv_import import PIECE_BYTES, KvImport, KvSource
 from transport.slab import Slab, SlabView
 
 
@@ -39,13 +40,18 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     slot_count = max(4, 256 * 2**20 // layout.slot_bytes)
     slab = Slab(slot_count, layout.slot_bytes)
     try:
-        view = SlabView(slab.name, slot_count, layout.slot_bytes)
+        form = engine.capabilities.form
+        kv_source = KvSource(
+            SlabView(slab.name, slot_count, layout.slot_bytes),
+            layout,
+            KvConverter(form, form, layout.head_dim),
+        )
         records = [_fill(slab, layout, index, options.tokens) for index in range(slot_count)]
         source, target = mmap.mmap(-1, 256 * 2**20), mmap.mmap(-1, 256 * 2**20)
         copies_us, imports_us, digests_us = [], [], []
         for index in range(options.rounds):
             copies_us.append(_plain_copy(source, target, index, byte_count))
-            kv = KvImport(view, layout, records[index % slot_count], engine, 0)
+            kv = KvImport(kv_source, records[index % slot_count], engine, 0)
             for _ in kv.pieces():
                 continue
             if kv.code is not None:

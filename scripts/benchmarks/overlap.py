@@ -68,7 +68,8 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             progress.update(bar, description=f"warming up, prefetch {arm}", advance=1)
             _run(pair, jobs[:2], 1)
         for repeat in range(options.repeats):
-            for clients, arm in arms:
+            # Turned from repeat to repeat: a machine that drifts favours each arm as often.
+            for clients, arm in arms if repeat % 2 else reversed(arms):
                 progress.update(bar, description=f"repeat {repeat + 1}: c{clients}, prefetch {arm}")
                 arms[clients, arm].append(_run(pairs[arm], jobs, clients))
                 progress.advance(bar)

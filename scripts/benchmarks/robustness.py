@@ -7,7 +7,9 @@ with four clients and prefetch; then the raw hand-over, with emulated engines th
 client, one job at a time, two tokens, so that a job is little more than PREFILL, DONE, import and release.
 
 Beside the time on the clock stands the CPU time of both daemons, which other processes of a busy machine
-disturb less.
+disturb less. Machines still differ from run to run by more than the checks can cost. So a third pair, a twin
+of the first, tells by how much two equal pairs differ here; and the cost is counted as well: what digests
+take in a job, and what the raw hand-over takes longer, against the time of a job.
 """
 
 import argparse
@@ -33,7 +35,9 @@ from transport.launch.batch import Batch, BatchJob
 from transport.launch.daemon_process import DaemonProcess
 from transport.launch.pair import BACKENDS, Pair, PairPlan
 
-ARMS = ("on", "off")
+ARMS = ("on", "off", "twin")
+# Of a job's KV: by the producer as it is computed, again before the logits, and at the import.
+DIGESTS_PER_JOB = 3
 # No declared time: what is left is arithmetic, threads and messages.
 AT_ONCE = ("--emulated-prefill-tokens-per-s", "1e9"), ("--emulated-decode-ms", "0.0001")
 HAND_OVER_TOKENS = 512
@@ -59,15 +63,15 @@ def cpu_ms(pair: Pair) -> float:
 
 
 @contextmanager
-def both_pairs(plan: PairPlan) -> Iterator[dict[str, Pair]]:
-    """The same pair twice, ready: as shipped, and unchecked."""
-    with Pair(plan) as checked, Pair(plan, UncheckedDaemon) as unchecked:
-        for pair in (checked, unchecked):
+def all_pairs(plan: PairPlan) -> Iterator[dict[str, Pair]]:
+    """The same pair three times, ready: as shipped, unchecked, and as shipped again."""
+    with Pair(plan) as checked, Pair(plan, UncheckedDaemon) as unchecked, Pair(plan) as twin:
+        for pair in (checked, unchecked, twin):
             pair.wait_ready()
         for daemon in unchecked.daemons:
             if NOTE not in daemon.log_path.read_text(encoding="utf-8"):
                 raise TandemError(f"the checks of the {daemon.name} are not off: see {daemon.log_path}")
-        yield {"on": checked, "off": unchecked}
+        yield {"on": checked, "off": unchecked, "twin": twin}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -86,13 +90,14 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         hand_over = _measure_hand_over(options, progress)
         overlap = _measure_overlap(options, progress)
     loads["after"] = os.getloadavg()[0]
-    figures = {"overlap": overlap, "hand_over": hand_over, "load_average": loads}
+    counted = overlap["digest_share"] + max(0.0, hand_over["cost_us"]["median"]) / overlap["job_us"]
+    figures = {"overlap": overlap, "hand_over": hand_over, "counted": counted, "load_average": loads}
     _show(figures, console)
     return figures
 
 
 def _alternate(rounds: int, progress: Progress, what: str, run: Callable[[str], None]) -> None:
-    """Both arms in every round, the other one first from round to round."""
+    """All arms in every round, in turned order from round to round."""
     bar = progress.add_task(what, total=rounds * len(ARMS))
     for number in range(rounds):
         for arm in ARMS if number % 2 else reversed(ARMS):
@@ -122,7 +127,7 @@ def _measure_overlap(options: argparse.Namespace, progress: Progress) -> dict[st
     cpus_ms: dict[str, list[float]] = {arm: [] for arm in ARMS}
     tokens: list[Any] = []
     plan = PairPlan(options.kind, options.model, max_tokens=512, prefetch_depth=1)
-    with both_pairs(plan) as pairs:
+    with all_pairs(plan) as pairs:
 
         def run(arm: str) -> None:
             with Client(pairs[arm].decode_endpoint) as client:
@@ -140,14 +145,22 @@ def _measure_overlap(options: argparse.Namespace, progress: Progress) -> dict[st
         _alternate(options.repeats, progress, "overlap load", run)
     if any(ids != tokens[0] for ids in tokens):
         raise TandemError("the runs gave different tokens")
-    costs = [1 - on / off for on, off in zip(rates["on"], rates["off"], strict=True)]
+    job_us = 1e6 * sum(outputs) / len(jobs) / statistics.median(rates["on"])
     return {
         "tokens_per_s": {arm: spread(rates[arm]) for arm in ARMS},
         "digest_us": {arm: spread(digests_us[arm]) for arm in ARMS},
-        "cost": spread(costs),
+        "cost": _share_lost(rates, "off"),
+        "twin_cost": _share_lost(rates, "twin"),
+        "job_us": job_us,
+        "digest_share": DIGESTS_PER_JOB * statistics.median(digests_us["on"]) / job_us,
         "cpu_ms": {arm: spread(cpus_ms[arm]) for arm in ARMS},
         "cpu_cost": spread([on / off - 1 for on, off in zip(cpus_ms["on"], cpus_ms["off"], strict=True)]),
     }
+
+
+def _share_lost(rates: dict[str, list[float]], against: str) -> dict[str, float]:
+    """How much slower the checked pair is, round by round."""
+    return spread([1 - on / other for on, other in zip(rates["on"], rates[against], strict=True)])
 
 
 def _measure_hand_over(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -164,7 +177,7 @@ def _measure_hand_over(options: argparse.Namespace, progress: Progress) -> dict[
         prefill_extra=prefill_speed,
         decode_extra=(*decode_speed, *prefill_speed),
     )
-    with both_pairs(plan) as pairs:
+    with all_pairs(plan) as pairs:
 
         def run(arm: str) -> None:
             with Client(pairs[arm].decode_endpoint) as client:
@@ -216,8 +229,10 @@ def _show(figures: dict[str, Any], console: Console) -> None:
     ]
     for label, arms, cost, scale, unit in rows:
         shown = "" if cost is None else f"{_spread(cost, scale)} {unit}"
-        table.add_row(label, *(f"{arms[arm]['median']:,.1f}" for arm in ARMS), shown)
+        table.add_row(label, *(f"{arms[arm]['median']:,.1f}" for arm in ("on", "off")), shown)
     console.print(table)
+    twin = _spread(overlap["twin_cost"], 100)
+    console.print(f"two equal pairs differ by {twin} %; counted, the checks cost {figures['counted']:.2%}")
     loads = figures["load_average"]
     console.print(f"load average {loads['before']:.2f} before, {loads['after']:.2f} after")
 
