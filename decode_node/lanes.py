@@ -11,6 +11,9 @@ from common.lifecycle import LANE_TRANSITIONS, LaneEvent, LaneState, advance
 from common.prefix_index import HeldPrefix
 from decode_node.slots import Reservation
 
+_FREE = LaneState.FREE
+_UNOWNED = (LaneState.FREE, LaneState.STOPPING)
+
 
 @dataclass(slots=True)
 class Lane:
@@ -34,7 +37,7 @@ class Lanes:
 
     def free(self) -> Lane | None:
         """A lane that can be given to a job now, if any."""
-        return next((lane for lane in self._lanes if lane.state is LaneState.FREE), None)
+        return next((lane for lane in self._lanes if lane.state is _FREE), None)
 
     def __getitem__(self, index: int) -> Lane:
         return self._lanes[index]
@@ -45,7 +48,7 @@ class Lanes:
     def advance(self, lane: Lane, event: LaneEvent, job_id: str | None = None) -> None:
         """Follow the table; `job_id` is the new occupant for the events that start something."""
         lane.state = advance(LANE_TRANSITIONS, lane.state, event)
-        if lane.state in (LaneState.FREE, LaneState.STOPPING):
+        if lane.state in _UNOWNED:
             lane.job_id = None
         elif job_id is not None:
             lane.job_id = job_id
@@ -56,12 +59,12 @@ class Lanes:
 
     @property
     def free_count(self) -> int:
-        return sum(lane.state is LaneState.FREE for lane in self._lanes)
+        return sum(lane.state is _FREE for lane in self._lanes)
 
     def check(self) -> None:
         """INV-2 for the lanes alone."""
         owners = [lane.job_id for lane in self._lanes if lane.job_id is not None]
         check(len(owners) == len(set(owners)), "INV-2: a job has two lanes")
         for lane in self._lanes:
-            occupied = lane.state not in (LaneState.FREE, LaneState.STOPPING)
+            occupied = lane.state not in _UNOWNED
             check((lane.job_id is not None) == occupied, "INV-2: a lane's owner and state disagree")

@@ -126,11 +126,12 @@ CI = (
     replace(_PAIR, leaps_to=(0,), at_once=True),
     faulty("a job, any fault of a thread", SHORT, **dict.fromkeys(OF_THREADS, 1)),
     replace(faulty("a job, any other fault", SHORT, **dict.fromkeys(_OTHERS, 1)), faults_max=1),
-    replace(_TCP_ALONE, leaps_to=(0,), faults_max=2),
     replace(_TCP_PAIR, at_once=True),
     replace(_BULK, faults_max=1),
 )
 NIGHTLY = (
+    replace(_ALONE, name="a job, all of each", leaps_to=(0,)),
+    replace(_TCP_ALONE, leaps_to=(0,), faults_max=2),
     replace(_ALONE, name="a job, one of each, any deadline"),
     replace(_PAIR, name="two jobs, sent at any time, one of each", leaps_to=(0,)),
     replace(_PAIR, name="two jobs, sent at any time, one of each, any deadline"),

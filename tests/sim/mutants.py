@@ -61,7 +61,7 @@ HAND_MADE = (
     Mutant(
         "epoch and session not compared in the ledger",
         "decode_node.slots",
-        "slot.reservation == reservation and slot.state",
+        "slot.holds(reservation) and slot.state",
         "slot.state",
         "INV-5: a reservation of an ended session is taken for one of the open session",
     ),
@@ -75,7 +75,7 @@ HAND_MADE = (
     Mutant(
         "prefilled jobs go with their session",
         "decode_node.slots",
-        "            if slot.state in (SlotState.READY, SlotState.IMPORTING):\n",
+        "            if slot.state in _SURVIVING:\n",
         "            if slot.state is SlotState.IMPORTING:\n",
         "INV-2: a READY job loses its slot at the end of the session, and does not know",
     ),
