@@ -9,7 +9,7 @@ cd "$repository"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 
-# The tests start some seven hundred processes. Compiled modules and no idle threads of a numerical library
+# The tests start hundreds of processes. Compiled modules and no idle threads of a numerical library
 # spare each of them a third of its start, whatever the caller's environment says.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX="$repository/.venv/bytecode" OPENBLAS_NUM_THREADS=1

@@ -6,7 +6,14 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.process.harness import nursery
 from tests.process.world import PREFETCH, Pair, World
+
+
+@pytest.fixture(scope="session", autouse=True)
+def started_nursery() -> None:
+    """Before the first test: a child of these tests that is no test's."""
+    nursery()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ beside it. A test never sleeps: it waits for a log entry or a state, with a dead
 shows the logs of every process. Daemons live in a private directory; nothing of them may survive the test.
 """
 
+import atexit
 import json
 import os
 import signal
@@ -12,10 +13,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from common.clock import now_ms, pause_ms
+from tests.process.nursery import Nursery, Nursling
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_MS = 15_000
@@ -143,8 +146,23 @@ def _hashable(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if not isinstance(value, dict | list)}
 
 
-def start(program: str, *flags: str, **environment: str) -> subprocess.Popen:
+@cache
+def nursery() -> Nursery:
+    """Where this test process has its emulated daemons forked."""
+    made = Nursery()
+    atexit.register(made.close)
+    return made
+
+
+def start(program: str, *flags: str, **environment: str) -> subprocess.Popen | Nursling:
     """A daemon with pipes; nothing is read or awaited."""
+    if "emulated" in flags:
+        return nursery().start(program, flags, {**os.environ, **environment})
+    return start_afresh(program, *flags, **environment)
+
+
+def start_afresh(program: str, *flags: str, **environment: str) -> subprocess.Popen:
+    """The same in an interpreter of its own, as an operator starts it."""
     return subprocess.Popen(
         [sys.executable, "-m", program, *flags],
         cwd=ROOT,

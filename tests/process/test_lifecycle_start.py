@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.harness import Daemon, slabs_of, start
+from tests.process.harness import Daemon, slabs_of, start_afresh
 from tests.process.world import World, prompt_of
 
 WORKER = ("--pd-prefill-worker", "ipc:///nowhere/prefill")
@@ -27,7 +27,7 @@ def without_engines(tmp_path: Path) -> dict[str, str]:
 def run(program: str, *flags: str, **environment: str) -> tuple[int, str, str, float]:
     """A daemon that ends by itself: exit status, stdout, stderr, CPU seconds (the machine may be busy)."""
     before = os.times()
-    with start(program, *flags, **environment) as process:
+    with start_afresh(program, *flags, **environment) as process:
         output, complaint = process.communicate(timeout=30)
     after = os.times()
     used = after.children_user + after.children_system - before.children_user - before.children_system

@@ -12,7 +12,7 @@ import pytest
 from common.errors import ErrorCode, ExitStatus, HandshakeRefused, TandemError
 from common.log import WARNINGS_PER_WINDOW
 from common.messages import Failed, Finished, Rejected, Submit
-from tests.process.harness import start
+from tests.process.harness import start_afresh
 from tests.process.raw_peer import RawPeer
 from tests.process.script_runs import Up, run
 from tests.process.world import PATIENT, PREFETCH, Answer, Pair, World, expected, prompt_of
@@ -163,7 +163,8 @@ def test_what_would_let_others_in_is_a_configuration_error(case: str, world: Wor
     open_directory.chmod(0o755)
     names = {"open": secret, "allowed": public, "public": open_directory}
     bind = () if "--bind" in flags else ("--bind", "tcp://127.0.0.1:0")
-    process = start("prefill_node", "--backend", "emulated", *bind, *(flag.format(**names) for flag in flags))
+    named = (flag.format(**names) for flag in flags)
+    process = start_afresh("prefill_node", "--backend", "emulated", *bind, *named)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (ExitStatus.CONFIG, "")
     assert "Traceback" not in errors
