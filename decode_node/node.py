@@ -136,7 +136,6 @@ class DecodeNode:
         settings = DecodeSettings(
             incarnation=self.incarnation,
             profile=profile_of(capabilities),
-            token_bytes=capabilities.layout.token_bytes,
             lease_ms=config.lease_ms,
             dead_after_ms=config.dead_after_ms,
             stall_ms=stall_bound_ms(config.stall_ms, capabilities.longest_chunk_ms),

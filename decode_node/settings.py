@@ -13,14 +13,13 @@ from decode_node.prefix_cache import PrefixSettings
 
 @dataclass(frozen=True, slots=True)
 class DecodeSettings:
-    """`token_bytes`: KV bytes of one token. Durations and limits: the flags of the same names.
+    """Durations and limits: the flags of the same names.
 
     prefix: None without a prefix cache. planes: data planes that prefill nodes are asked for.
     """
 
     incarnation: str
     profile: NodeProfile
-    token_bytes: int
     lease_ms: int
     dead_after_ms: int
     stall_ms: int

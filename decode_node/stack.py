@@ -6,13 +6,12 @@ outside comes back as an effect. Frames of the two sides are told apart by `From
 name the prefill node, KV by `FromBulk` and `ToBulk`, which name the session.
 """
 
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 from common.compatibility import mismatch_refusal, wire_layout
 from common.data_planes import SHM, TCP
-from common.messages import Cancel, HelloOk, HelloRefused, Prefill, Release, StatusReply
+from common.messages import Cancel, HelloOk, HelloRefused, Prefill, Release
 from common.prefix_commands import BlocksStored, CacheFileEnded, CacheHeadsRead
 from decode_node import events as ev
 from decode_node.core import DecodeCore
@@ -29,7 +28,6 @@ from transport.bulk import (
 from transport.connector import Connector
 from transport.listener import Listener
 from transport.peers import (
-    Answer,
     AttemptRefused,
     BadFrame,
     CloseSocket,
@@ -48,6 +46,7 @@ from transport.peers import (
     Suspected,
     Tick,
 )
+from transport.stack import Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +93,15 @@ class PlaneRefused:
     detail: str
 
 
-class DecodeStack:
+class DecodeStack(Stack):
     """A listener for clients, a connector for each prefill node, the decode core, and a bulk receiver for
     each session whose KV comes over a socket."""
 
     def __init__(self, listener: Listener, connectors: dict[str, Connector], core: DecodeCore) -> None:
-        self.listener = listener
         self.connectors = connectors
-        self.core = core
         self.receivers: dict[str, BulkReceiver] = {}
         self._open: dict[str, str] = {}
-        self._handlers = {
+        handlers = {
             Tick: self._on_tick,
             FrameReceived: self._to_listener,
             BadFrame: self._to_listener,
@@ -125,21 +122,7 @@ class DecodeStack:
             ev.LeaveWorkers: self._on_leave_workers,
             **dict.fromkeys(_CORE_EVENTS, self._to_core),
         }
-
-    def step(self, event: Any, now_ms: int) -> list[Any]:
-        """The only door. Takes events of the wire, of the core, and Tick."""
-        outside: list[Any] = []
-        pending: deque[Any] = deque([event])
-        while pending:
-            item = pending.popleft()
-            handler = self._handlers.get(type(item))
-            if handler is None:
-                outside.append(item)
-                continue
-            if isinstance(item, _NEWS):
-                outside.append(item)
-            pending.extend(handler(item, now_ms))
-        return outside
+        super().__init__(listener, core, handlers)
 
     def deadline_ms(self) -> int | None:
         """When `step(Tick)` is due at the latest."""
@@ -153,17 +136,17 @@ class DecodeStack:
             effects += self._step_connector(worker, event, now_ms)
         return effects + self.core.step(ev.TimePassed(), now_ms)
 
-    def _to_listener(self, event: Any, now_ms: int) -> list[Any]:
-        return self.listener.step(event, now_ms)
-
-    def _to_core(self, event: Any, now_ms: int) -> list[Any]:
-        return self.core.step(event, now_ms)
-
     def _on_hello(self, event: HelloArrived, now_ms: int) -> list[Any]:
         return self.core.step(ev.ClientHello(event.route, event.hello), now_ms)
 
     def _on_client_ended(self, event: SessionEnded, now_ms: int) -> list[Any]:
-        return [ev.ClientLost(event.session, event.cause)]
+        # At once: a HELLO that ended this session follows, and must find it ended.
+        return self.core.step(ev.ClientLost(event.session, event.cause), now_ms)
+
+    def _news(self, item: Any) -> list[Any]:
+        if isinstance(item, SessionEnded):
+            return [ev.ClientLost(item.session, item.cause)]
+        return [item] if isinstance(item, (ev.WorkerOpened, ev.WorkerLost, ev.WorkerRefused)) else []
 
     def _on_delivered(self, event: Delivered, now_ms: int) -> list[Any]:
         return self.core.step(ev.ClientMessage(event.session, event.message), now_ms)
@@ -171,21 +154,8 @@ class DecodeStack:
     def _on_mistake(self, event: Mistake, now_ms: int) -> list[Any]:
         return self.core.step(ev.ClientMistake(event.session, event.code, event.detail), now_ms)
 
-    def _on_answer(self, event: ev.AnswerHello, now_ms: int) -> list[Any]:
-        return self.listener.step(Answer(event.route, event.message), now_ms)
-
-    def _on_send(self, event: ev.SendToClient, now_ms: int) -> list[Any]:
-        message = event.message
-        if isinstance(message, StatusReply):
-            message = StatusReply({**message.body, **self._session_status(now_ms)})
-        return self.listener.step(Post(event.session, message), now_ms)
-
-    def _on_close(self, event: ev.CloseClient, now_ms: int) -> list[Any]:
-        return self.listener.step(EndSession(event.session, event.reason), now_ms)
-
     def _session_status(self, now_ms: int) -> dict[str, Any]:
-        """What the sessions add to STATUS."""
-        status = self.listener.status(now_ms)
+        status = super()._session_status(now_ms)
         status["stale_messages"] += sum(peer.stale_messages for peer in self.connectors.values())
         return status
 
@@ -309,9 +279,7 @@ class DecodeStack:
         return effects
 
 
-_NEWS = (ev.WorkerOpened, ev.WorkerLost, ev.WorkerRefused, ev.ClientLost)
 _CORE_EVENTS = (
-    ev.ClientLost,
     ev.WorkerOpened,
     ChunksLanded,
     PiecesMoved,

@@ -5,11 +5,9 @@ alike. It must never do I/O: what has to happen outside comes back as `SendFrame
 `PreparePlane` or `ExitNode`, and `SessionLost` as news for the log.
 """
 
-from collections import deque
 from typing import Any
 
 from common.kv_layout import KvLayout
-from common.messages import StatusReply
 from common.prefix_commands import BlocksStored
 from prefill_node import events as ev
 from prefill_node.core import PrefillCore
@@ -25,32 +23,29 @@ from transport.bulk import (
 )
 from transport.listener import Listener
 from transport.peers import (
-    Answer,
     BadFrame,
     Delivered,
     EndSession,
     FrameReceived,
     HelloArrived,
     Mistake,
-    Post,
     RouteLost,
     SendFrame,
     SessionEnded,
     Tick,
 )
+from transport.stack import Stack
 
 
-class PrefillStack:
+class PrefillStack(Stack):
     """A listener, the prefill core, and a bulk sender for each session whose KV is sent."""
 
     def __init__(self, listener: Listener, core: PrefillCore, layout: KvLayout, give_up_ms: int) -> None:
         """give_up_ms: how long a decode node may take no KV that waits for it."""
-        self.listener = listener
-        self.core = core
         self.senders: dict[str, BulkSender] = {}
         self._layout = layout
         self._give_up_ms = give_up_ms
-        self._handlers = {
+        handlers = {
             Tick: self._on_tick,
             FrameReceived: self._to_listener,
             BadFrame: self._to_listener,
@@ -76,21 +71,7 @@ class PrefillStack:
             ev.SendMessage: self._on_send,
             ev.CloseSession: self._on_close,
         }
-
-    def step(self, event: Any, now_ms: int) -> list[Any]:
-        """The only door. Takes events of the wire, of the core, and Tick."""
-        outside: list[Any] = []
-        pending = deque([event])
-        while pending:
-            item = pending.popleft()
-            handler = self._handlers.get(type(item))
-            if handler is None:
-                outside.append(item)
-                continue
-            if isinstance(item, SessionEnded):
-                outside.append(ev.SessionLost(item.session, item.role, item.cause))
-            pending.extend(handler(item, now_ms))
-        return outside
+        super().__init__(listener, core, handlers)
 
     def deadline_ms(self) -> int | None:
         """When `step(Tick)` is due at the latest."""
@@ -104,12 +85,6 @@ class PrefillStack:
             effects += self._sender_effects(sender, event, now_ms)
         return effects + self.core.step(ev.TimePassed(), now_ms)
 
-    def _to_listener(self, event: Any, now_ms: int) -> list[Any]:
-        return self.listener.step(event, now_ms)
-
-    def _to_core(self, event: Any, now_ms: int) -> list[Any]:
-        return self.core.step(event, now_ms)
-
     def _on_hello(self, event: HelloArrived, now_ms: int) -> list[Any]:
         return self.core.step(ev.HelloReceived(event.route, event.hello), now_ms)
 
@@ -120,10 +95,17 @@ class PrefillStack:
         return self.core.step(ev.ClientMistake(event.session, event.detail), now_ms)
 
     def _on_session_ended(self, event: SessionEnded, now_ms: int) -> list[Any]:
-        effects = self.core.step(ev.SessionLost(event.session, event.role, event.cause), now_ms)
+        # At once: a HELLO that ended this session follows, and must find it ended.
+        [lost] = self._news(event)
+        effects = self.core.step(lost, now_ms)
         if self.senders.pop(event.session, None) is not None:
             effects.append(ToBulk(event.session, CloseBulk()))
         return effects
+
+    def _news(self, item: Any) -> list[Any]:
+        if not isinstance(item, SessionEnded):
+            return []
+        return [ev.SessionLost(item.session, item.role, item.cause)]
 
     def _on_plane_prepared(self, event: ev.PlanePrepared, now_ms: int) -> list[Any]:
         if event.bulk is not None:
@@ -143,15 +125,3 @@ class PrefillStack:
         return [
             ToBulk(sender.session, effect) if isinstance(effect, SendFrame) else effect for effect in effects
         ]
-
-    def _on_answer(self, event: ev.AnswerHello, now_ms: int) -> list[Any]:
-        return self.listener.step(Answer(event.route, event.message), now_ms)
-
-    def _on_send(self, event: ev.SendMessage, now_ms: int) -> list[Any]:
-        message = event.message
-        if isinstance(message, StatusReply):
-            message = StatusReply({**message.body, **self.listener.status(now_ms)})
-        return self.listener.step(Post(event.session, message), now_ms)
-
-    def _on_close(self, event: ev.CloseSession, now_ms: int) -> list[Any]:
-        return self.listener.step(EndSession(event.session, event.reason), now_ms)

@@ -66,7 +66,6 @@ NEVER_MS = 10**9
 DECODE_SETTINGS = DecodeSettings(
     incarnation="decode-1",
     profile=PROFILE,
-    token_bytes=TOKEN_BYTES,
     lease_ms=TIMES.lease_ms,
     dead_after_ms=TIMES.dead_after_ms,
     stall_ms=STALL_MS,

@@ -13,14 +13,15 @@ from functools import cache
 import zmq
 
 from common import limits
-from common.errors import ErrorCode, PeerProtocolError
+from common.errors import ErrorCode
 from common.kv_layout import KvLayout
 from common.messages import KvPiece
 from transport.bulk import BULK_ROUTE, PieceLetGo
-from transport.codec import Header, decode, encode
+from transport.codec import Header, encode
 from transport.key_files import ClientKeys, ServerKeys
 from transport.landing import part_bytes
 from transport.peers import BadFrame, FrameReceived, RouteLost, SendFrame
+from transport.port import read_frames
 from transport.zmq_sockets import bind_bulk_router, connect_bulk_dealer
 
 _HEAD_FRAMES = 3
@@ -63,12 +64,7 @@ class BulkSource:
             if not received:
                 return
             route, *frames = [frame.bytes for frame in received]
-            try:
-                header, message = decode(frames)
-            except PeerProtocolError as error:
-                yield BadFrame(route, *error.place, error.code, error.detail)
-            else:
-                yield FrameReceived(route, header.session, header.sequence, message)
+            yield read_frames(route, frames)
 
     def close(self) -> None:
         """Drop what was not sent. `flush` still tells when the last of it is not read any more."""
@@ -152,20 +148,17 @@ class BulkSink:
             self.parts = []
 
     def _read(self, frames: list[zmq.Frame]) -> FrameReceived | BadFrame:
-        try:
-            header, piece = decode([frame.bytes for frame in frames[:_HEAD_FRAMES]])
-            if isinstance(piece, KvPiece):
-                self._check_parts(piece)
-        except PeerProtocolError as error:
-            return BadFrame(BULK_ROUTE, *error.place, error.code, error.detail)
-        return FrameReceived(BULK_ROUTE, header.session, header.sequence, piece)
+        read = read_frames(BULK_ROUTE, [frame.bytes for frame in frames[:_HEAD_FRAMES]])
+        if isinstance(read, BadFrame) or not isinstance(read.message, KvPiece) or self._fit(read.message):
+            return read
+        detail = "the frames of a piece of KV are not as it says"
+        return BadFrame(read.route, read.session, read.sequence, ErrorCode.BAD_MESSAGE, detail)
 
-    def _check_parts(self, piece: KvPiece) -> None:
-        """Raise `PeerProtocolError` unless the frames are what the piece says."""
+    def _fit(self, piece: KvPiece) -> bool:
+        """Whether the frames are what the piece says."""
         size_bytes = part_bytes(piece, self._layout)
-        fits = all(part.nbytes == size_bytes for part in self.parts)
-        if not fits or len(self.parts) != 2 * piece.layer_count or size_bytes <= 0:
-            raise PeerProtocolError(ErrorCode.BAD_MESSAGE, "the frames of a piece of KV are not as it says")
+        sized = all(part.nbytes == size_bytes for part in self.parts)
+        return sized and len(self.parts) == 2 * piece.layer_count and size_bytes > 0
 
     def close(self) -> None:
         self.socket.disable_monitor()

@@ -27,6 +27,15 @@ class _Outbox:
         self.blocked_ms = now_ms
 
 
+def read_frames(route: bytes, frames: list[bytes]) -> FrameReceived | BadFrame:
+    """What a message from the wire is to the sessions."""
+    try:
+        header, message = decode(frames)
+    except PeerProtocolError as error:
+        return BadFrame(route, *error.place, error.code, error.detail)
+    return FrameReceived(route, header.session, header.sequence, message)
+
+
 class ControlPort:
     """One link and its outboxes. A peer that takes nothing for `give_up_ms` counts as gone."""
 
@@ -82,12 +91,7 @@ class ControlPort:
         # Asked for before the first item goes out: what comes of it may close the link.
         refusal = self.link.refusal() if lost and drained else None
         for route, frames in arrived:
-            try:
-                header, message = decode(frames)
-            except PeerProtocolError as error:
-                yield BadFrame(route, *error.place, error.code, error.detail)
-            else:
-                yield FrameReceived(route, header.session, header.sequence, message)
+            yield read_frames(route, frames)
         if lost and drained:
             told = None if refusal is None else HelloRefused(refusal.temporary, refusal.detail, ("keys",))
             yield from (RouteLost(route, told) for route in lost)

@@ -22,16 +22,16 @@ from common.client_messages import Timings
 from common.engines.registry import NAMED_MODEL
 from common.errors import ConfigError, NodeUnavailable
 from common.messages import Finished
-from common.remote_worth import (
+from transport.client import Client
+from transport.launch.batch import Batch, BatchJob
+from transport.launch.pair import BACKENDS, Pair, PairPlan
+from transport.launch.remote_worth import (
     LinearCost,
     fit,
     min_remote_prompt_tokens,
     paying_lengths,
     paying_lengths_with_prefetch,
 )
-from transport.client import Client
-from transport.launch.batch import Batch, BatchJob
-from transport.launch.pair import BACKENDS, Pair, PairPlan
 
 ANSWER_TOKENS = 8
 UNSURE = (

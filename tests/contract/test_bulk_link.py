@@ -312,13 +312,14 @@ def test_a_piece_for_a_decode_node_that_is_gone_says_so(ends: Ends) -> None:
     ends.sink.close()
     frame = SendFrame(ends.route, SESSION, 1, SMALL)
     parts = parts_of(slot_memory(), SMALL, LAYOUT)
-    wait_until(lambda: RouteLost(ends.route) in ends.source.send(frame, parts))
+    assert wait_until(lambda: RouteLost(ends.route) in ends.source.send(frame, parts))
 
 
 def test_a_plain_connection_that_sends_noise_is_not_heard(ends: Ends) -> None:
     with raw_connection(ends.endpoint) as plain:
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
         ends.open()
+        assert list(ends.source.receive()) == []
 
 
 def test_ports_begin_where_they_are_told_to_and_the_next_session_takes_the_next() -> None:

@@ -5,7 +5,7 @@ has its documented answer, the daemon lives, and the next job is served as ever.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,49 +29,23 @@ from common.messages import (
     Role,
 )
 from tests.process.handmade_sender import HandmadeSender
-from tests.process.harness import Daemon
+from tests.process.handmade_stage import Stage, set_up, whole
 from tests.process.raw_peer import RawPeer
 from tests.process.test_handmade_prefill import check_record, request_of
-from tests.process.world import PREFETCH, Answer, JobClient, World, expected, prompt_of
+from tests.process.world import World
 from transport.codec import Header, encode
 
-ASKED, ASKED_TOKENS = prompt_of(200, 61), 5
-PATIENCE = ("--suspect-ms", "3000", "--dead-after-ms", "4000", "--lease-ms", "20000")
 TCP = ("--kv-plane", "tcp")
 PINGS = 100
 
 
-@dataclass
-class Stage:
-    """A decode node, its handmade prefill node, and a client of its own."""
+class BulkStage(Stage):
+    """With a bulk socket."""
 
-    world: World
-    decode: Daemon
-    prefill: HandmadeSender
-    client: JobClient
-    asked_count: int = 0
-
-    def wait_open(self) -> None:
-        """Session and bulk socket are there."""
-        self.world.wait_status(
-            self.decode, lambda status: status["workers"][0]["usable"], "they have a session"
-        )
+    def wait_usable(self) -> None:
+        super().wait_usable()
         self.world.wait(lambda: self.prefill.bulk_heard, "the bulk socket is open")
         assert self.prefill.bulk_heard[0] == BulkOpen(KV_CREDIT_BYTES)
-
-    def ask(self) -> tuple[Answer, Prefill]:
-        self.asked_count += 1
-        label = f"asked{self.asked_count}"
-        answer = self.client.submit(label, ASKED, max_tokens=ASKED_TOKENS, ignore_eos=True)
-        before = len(self.prefill.said(Prefill))
-        self.world.wait(lambda: len(self.prefill.said(Prefill)) > before, "PREFILL arrives")
-        return answer, self.prefill.said(Prefill)[-1]
-
-    def wait_end(self, session: str) -> str:
-        """The decode node ends this session and opens another; the cause that it logs."""
-        self.world.wait(lambda: self.prefill.session != session, "the session ends and another begins")
-        self.wait_open()
-        return self.world.wait_for_log(self.decode, "session.ended", session=session)["cause"]
 
     def check_good_job(self, record_first: bool = False) -> None:
         answer, request = self.ask()
@@ -84,36 +58,18 @@ class Stage:
         if not record_first:
             self.prefill.send(record)
         assert self.world.end_of(answer).token_ids == whole(), answer.end
-        released = Release(request.slot, request.epoch)
-        self.world.wait(lambda: released in self.prefill.said(Release), "the slot comes back")
-
-
-def whole() -> list[int]:
-    return expected(ASKED, ASKED_TOKENS, ignore_eos=True)
+        self.wait_released(request)
 
 
 @pytest.fixture(scope="module")
-def stage(shared_world: World) -> Iterator[Stage]:
-    world = shared_world
-    endpoint = f"ipc://{world.directory}/handmade"
-    decode = world.decode(endpoint, *PREFETCH, *TCP, *PATIENCE)
-    with RawPeer(decode.endpoint) as peer:
-        profile = peer.hello().profile
-    prefill = HandmadeSender(endpoint, profile)
-    world.clients.append(prefill)
-    stage = Stage(world, decode, prefill, world.client(decode))
-    stage.wait_open()
-    yield stage
-    status = world.wait_status(decode, lambda status: status["idle"], "nothing is left")
-    assert [slot["state"] for slot in status["workers"][0]["slots"]] == ["free"]
-    world.clients.remove(prefill)
-    prefill.close()
-    world.stop(decode)
+def stage(shared_world: World) -> Iterator[BulkStage]:
+    with set_up(shared_world, BulkStage, HandmadeSender, *TCP) as stage:
+        yield stage
 
 
 @pytest.mark.parametrize("record_first", [False, True], ids=["chunks first", "record first"])
 def test_right_pieces_in_either_order_give_right_tokens_and_all_credit_back(
-    stage: Stage, record_first: bool
+    stage: BulkStage, record_first: bool
 ) -> None:
     before = len(stage.prefill.bulk_heard)
     stage.check_good_job(record_first)
@@ -124,7 +80,7 @@ def test_right_pieces_in_either_order_give_right_tokens_and_all_credit_back(
     )
 
 
-def _pieces(stage: Stage) -> list[KvPiece]:
+def _pieces(stage: BulkStage) -> list[KvPiece]:
     return stage.prefill.pieces(stage.prefill.said(Prefill)[-1])
 
 
@@ -172,19 +128,21 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_piece_that_is_not_right_ends_the_session_and_the_decode_node_goes_on(
-    stage: Stage, name: str
+    stage: BulkStage, name: str
 ) -> None:
     say, cause = WRONG[name]
     answer, request = stage.ask()
     session = stage.prefill.session
     stage.prefill.produce(request)
     say(stage.prefill, stage.prefill.pieces(request))
-    assert cause in stage.wait_end(session)
+    assert cause in stage.wait_farewell(session)
     assert (stage.world.end_of(answer).code, answer.token_ids) == ("PEER_LOST", [])
     stage.check_good_job()
 
 
-def test_late_pieces_of_a_job_that_was_cancelled_are_fenced_and_the_next_one_is_right(stage: Stage) -> None:
+def test_late_pieces_of_a_job_that_was_cancelled_are_fenced_and_the_next_one_is_right(
+    stage: BulkStage,
+) -> None:
     answer, request = stage.ask()
     session, pieces = stage.prefill.session, stage.prefill.pieces(request)
     record = stage.prefill.produce(request)
@@ -199,7 +157,7 @@ def test_late_pieces_of_a_job_that_was_cancelled_are_fenced_and_the_next_one_is_
     assert stage.prefill.session == session
 
 
-def test_a_client_is_answered_at_once_while_pieces_come_as_fast_as_they_can(stage: Stage) -> None:
+def test_a_client_is_answered_at_once_while_pieces_come_as_fast_as_they_can(stage: BulkStage) -> None:
     """What is sent is wanted by nobody; each piece is taken, thrown away and credited."""
     answer, request = stage.ask()
     stage.prefill.send(stage.prefill.produce(request))

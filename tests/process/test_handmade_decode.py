@@ -6,7 +6,7 @@ right ones, and a job through it gets right tokens.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,59 +28,23 @@ from common.messages import (
     SlotGrant,
 )
 from tests.process.handmade_prefill import HandmadePrefill
-from tests.process.harness import Daemon
-from tests.process.raw_peer import RawPeer
-from tests.process.world import PREFETCH, Answer, JobClient, World, expected, prompt_of
+from tests.process.handmade_stage import ASKED, ASKED_TOKENS, Stage, set_up, whole
+from tests.process.world import Answer, World, expected, prompt_of
 from tests.protocol_samples import SAMPLES
 from transport.codec import encode
 
-RUNNING, ASKED = prompt_of(30, 60), prompt_of(200, 61)
-RUNNING_TOKENS, ASKED_TOKENS = 20, 5
+RUNNING, RUNNING_TOKENS = prompt_of(30, 60), 20
 OTHER_JOB = "ab" * 16
-# The oracle takes its time on a busy machine, and so does a client that is not turned meanwhile.
-PATIENCE = ("--suspect-ms", "3000", "--dead-after-ms", "4000", "--lease-ms", "20000")
 
 
-@dataclass
-class Stage:
-    """The decode node, its handmade prefill node, and a client of its own."""
-
-    world: World
-    decode: Daemon
-    prefill: HandmadePrefill
-    client: JobClient
-    asked_count: int = 0
+class Control(Stage):
+    """With a job that decodes while things are said."""
 
     def status(self) -> dict[str, Any]:
         return self.world.status(self.decode)
 
-    def wait_usable(self) -> None:
-        self.world.wait_status(
-            self.decode, lambda status: status["workers"][0]["usable"], "they have a session"
-        )
-
-    def ask(self) -> tuple[Answer, Prefill]:
-        """A job, and the PREFILL that it leads to."""
-        self.asked_count += 1
-        answer = self.client.submit(
-            f"asked{self.asked_count}", ASKED, max_tokens=ASKED_TOKENS, ignore_eos=True
-        )
-        before = len(self.prefill.said(Prefill))
-        self.world.wait(lambda: len(self.prefill.said(Prefill)) > before, "PREFILL arrives")
-        return answer, self.prefill.said(Prefill)[-1]
-
     def cancel_asked(self) -> None:
         self.client.cancel(f"asked{self.asked_count}")
-
-    def wait_released(self, request: Prefill) -> None:
-        released = Release(request.slot, request.epoch)
-        self.world.wait(lambda: released in self.prefill.said(Release), "the slot comes back")
-
-    def wait_farewell(self, session: str) -> str:
-        """The decode node ends this session and opens another; the cause that it logs."""
-        self.world.wait(lambda: self.prefill.session != session, "the session ends and another begins")
-        self.wait_usable()
-        return self.world.wait_for_log(self.decode, "session.ended", session=session)["cause"]
 
     def begin_running(self) -> Answer:
         """A job decodes, and stands still between two steps."""
@@ -109,29 +73,10 @@ class Stage:
         self.wait_released(request)
 
 
-def whole() -> list[int]:
-    return expected(ASKED, ASKED_TOKENS, ignore_eos=True)
-
-
 @pytest.fixture(scope="module")
-def stage(shared_world: World) -> Iterator[Stage]:
-    world = shared_world
-    endpoint = f"ipc://{world.directory}/handmade"
-    decode = world.decode(endpoint, *PREFETCH, *PATIENCE)
-    with RawPeer(decode.endpoint) as peer:
-        profile = peer.hello().profile
-    prefill = HandmadePrefill(endpoint, profile)
-    world.clients.append(prefill)
-    stage = Stage(world, decode, prefill, world.client(decode))
-    stage.wait_usable()
-    yield stage
-    status = world.wait_status(decode, lambda status: status["idle"], "nothing is left")
-    assert [slot["state"] for slot in status["workers"][0]["slots"]] == ["free"]
-    assert not status["workers"][0]["survivors"]
-    assert not status["workers"][0]["orphans"]
-    world.clients.remove(prefill)
-    prefill.close()
-    world.stop(decode)
+def stage(shared_world: World) -> Iterator[Control]:
+    with set_up(shared_world, Control, HandmadePrefill) as stage:
+        yield stage
 
 
 Say = Callable[[HandmadePrefill, Prefill], None]
@@ -213,7 +158,7 @@ for _sample in SAMPLES:
 
 @pytest.mark.parametrize("case", ENDS_THE_SESSION)
 def test_what_a_prefill_node_must_not_say_ends_its_session_and_fails_its_job_alone(
-    stage: Stage, case: str
+    stage: Control, case: str
 ) -> None:
     say, reason = ENDS_THE_SESSION[case]
     running = stage.begin_running()
@@ -230,7 +175,7 @@ def test_what_a_prefill_node_must_not_say_ends_its_session_and_fails_its_job_alo
 
 
 @pytest.mark.parametrize("again", ["record", "failure"])
-def test_a_second_completion_ends_the_session_but_not_the_job(stage: Stage, again: str) -> None:
+def test_a_second_completion_ends_the_session_but_not_the_job(stage: Control, again: str) -> None:
     running = stage.begin_running()
     answer, request = stage.ask()
     session = stage.prefill.session
@@ -268,7 +213,9 @@ def _logits(row: np.ndarray) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", CORRUPT)
-def test_a_record_that_does_not_fit_yields_no_token_and_the_session_goes_on(stage: Stage, case: str) -> None:
+def test_a_record_that_does_not_fit_yields_no_token_and_the_session_goes_on(
+    stage: Control, case: str
+) -> None:
     before = stage.status()["counters"]["kv_refused"]
     answer, request = stage.ask()
     session = stage.prefill.session
@@ -285,7 +232,7 @@ def test_a_record_that_does_not_fit_yields_no_token_and_the_session_goes_on(stag
     assert stage.prefill.session == session
 
 
-def test_a_slot_that_was_handed_on_before_its_record_is_stale(stage: Stage) -> None:
+def test_a_slot_that_was_handed_on_before_its_record_is_stale(stage: Control) -> None:
     answer, request = stage.ask()
     record = stage.prefill.produce(request)
     stage.prefill.hand_slot_on(request.epoch + 1)
@@ -318,7 +265,7 @@ NOT_COUNTED = ("HELLO_REFUSED after all",)
 
 
 @pytest.mark.parametrize("case", IGNORED)
-def test_what_belongs_to_no_present_session_changes_nothing(stage: Stage, case: str) -> None:
+def test_what_belongs_to_no_present_session_changes_nothing(stage: Control, case: str) -> None:
     if not stage.prefill.earlier_session:
         session = stage.prefill.session
         stage.prefill.send(Grant((SlotGrant(0, 1),)))
@@ -338,7 +285,7 @@ def test_what_belongs_to_no_present_session_changes_nothing(stage: Stage, case: 
 
 
 @pytest.mark.parametrize("late", ["record", "failure"])
-def test_a_late_completion_of_an_orphan_does_nothing_but_free_its_slot(stage: Stage, late: str) -> None:
+def test_a_late_completion_of_an_orphan_does_nothing_but_free_its_slot(stage: Control, late: str) -> None:
     before = stage.status()["workers"][0]["counters"]["late_completions"]
     answer, request = stage.ask()
     session = stage.prefill.session

@@ -51,7 +51,6 @@ class DecodeProcess(Process):
         settings = DecodeSettings(
             incarnation=self.incarnation,
             profile=plan.profile,
-            token_bytes=plan.layout.token_bytes,
             lease_ms=plan.client_times.lease_ms,
             dead_after_ms=plan.times.dead_after_ms,
             stall_ms=plan.stall_ms,
