@@ -19,9 +19,11 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from common.config import DecodeConfig, Flag, NodeConfig, PrefillConfig, flag_of
+from common.config import Flag, NodeConfig, flag_of
 from common.config_file import read_config_file
+from common.decode_config import DecodeConfig
 from common.errors import ConfigError, ExitStatus
+from common.prefill_config import PrefillConfig
 
 ENVIRONMENT_PREFIX = "TANDEM_"
 NOT_OPTIONS = frozenset({"TANDEM_CACHE", "TANDEM_CLIENT_KEY_FILE", "TANDEM_CLIENT_SERVER_KEY"})

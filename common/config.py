@@ -13,7 +13,7 @@ reason a model is built when it is first constructed, not when it is imported.
 
 import os.path
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -28,17 +28,13 @@ from pydantic import (
 )
 
 from common.cpus import check_cpus, parse_cpus, thread_count
-from common.endpoints import PORT_MAX, check_bind_endpoint, check_bind_form, check_connect_endpoint
-from common.engines.registry import BACKENDS, NAMED_MODEL, EngineSettings
+from common.endpoints import check_bind_endpoint, check_bind_form, check_connect_endpoint
+from common.engines.registry import NAMED_MODEL, EngineSettings
 from common.errors import ConfigError
-from common.kv_layout import check_conversion
-from common.limits import MAILBOX_ITEMS, SOURCE_SLOTS
-from common.prefetch_route import check_prefetch_route
 
 DURATION_MS_MAX = 24 * 3_600_000
 TOKENS_MAX = 2**20
 CACHE_MB_MAX = 2**22
-QUEUE_MAX = MAILBOX_ITEMS // 4  # each waiting job may put several commands into the threads' queues
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,161 +212,6 @@ class NodeConfig(BaseModel):
             emulated_rope_form=self.emulated_rope_form,
             emulated_heads_reversed=self.emulated_heads_reversed,
         )
-
-
-class PrefillConfig(NodeConfig):
-    """One prefill node. Construction raises `ConfigError`."""
-
-    program: ClassVar[str] = "prefill_node"
-
-    bind: BindEndpoint = Field(
-        "tcp://127.0.0.1:5701", description="where decode nodes connect: tcp://HOST:PORT or ipc://PATH"
-    )
-    backend: Annotated[str, Flag("|".join(name for name, facts in BACKENDS.items() if facts.prefill))] = (
-        Field("torch", description="what computes")
-    )
-    kv_port: Annotated[int, Field(ge=0, le=PORT_MAX), Flag("PORT")] = Field(
-        0, description="first TCP port for KV, one for each decode node at a time; 0 lets the system choose"
-    )
-    source_slots: Annotated[int, Field(ge=1, le=SOURCE_SLOTS), Flag("N")] = Field(
-        1, description="prompts whose KV is held at once, computing or waiting to be fetched"
-    )
-    kv_wire_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = Field(
-        "auto",
-        description="number format in which KV is sent; auto is the engine's own and changes nothing. Fewer "
-        "bytes per token cost exactness and the time to convert: of float32's bytes, bfloat16 and float16 "
-        "send half, int8 a good quarter",
-    )
-    emulated_no_logits: bool = Field(
-        False,
-        description="emulated backends: answer no logits, like an engine that has none; the decode node then "
-        "computes the last prompt token",
-    )
-
-    @model_validator(mode="after")
-    def _check_backend(self) -> Self:
-        facts = BACKENDS.get(self.backend)
-        if facts is None or not facts.prefill:
-            usable = ", ".join(name for name, known in BACKENDS.items() if known.prefill)
-            fault = "there is no such backend" if facts is None else "it cannot prefill"
-            raise ValueError(f"--backend {self.backend}: {fault}; use one of {usable}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_wire_dtype(self) -> Self:
-        if self.kv_wire_dtype != "auto":
-            engine_dtype = "uint8" if BACKENDS[self.backend].emulated else self.dtype
-            try:
-                check_conversion(engine_dtype, self.kv_wire_dtype)
-            except ValueError as error:
-                raise ValueError(f"--kv-wire-dtype {self.kv_wire_dtype}: {error}; use auto") from None
-        return self
-
-    def engine_settings(self) -> EngineSettings:
-        """What the prefill engine is loaded with."""
-        return replace(self._engine_settings(lanes=0), emulated_no_logits=self.emulated_no_logits)
-
-
-class DecodeConfig(NodeConfig):
-    """One decode node. Construction raises `ConfigError`."""
-
-    program: ClassVar[str] = "decode_node"
-
-    bind: BindEndpoint = Field(
-        "tcp://127.0.0.1:5700", description="where clients connect: tcp://HOST:PORT or ipc://PATH"
-    )
-    backend: Annotated[str, Flag("|".join(name for name, facts in BACKENDS.items() if facts.lanes_max))] = (
-        Field("torch", description="what computes")
-    )
-    slots: Annotated[int, Flag("N")] = Field(1, description="lanes: requests decoded at once")
-    pd_prefill_worker: Annotated[ConnectEndpoint | None, Flag("ENDPOINT")] = Field(
-        None, description="prefill node to use; without one, prompts are computed here"
-    )
-    server_key: Annotated[Name | None, Flag("FILE")] = Field(
-        None, description="public key of the prefill node, when this node has a --key-file"
-    )
-    prefix_cache_scope: Literal["shared", "client"] = Field(
-        "shared",
-        description="whose prompts find each other in the prefix caches: everybody's, or only those that one "
-        "client sends over one connection",
-    )
-    prefix_cache_dir: Annotated[Directory | None, Flag("DIR")] = Field(
-        None, description="directory where scripts/cache.py may save the prefix cache, and load it from"
-    )
-    pd_remote_only: bool = Field(False, description="never compute a prompt here")
-    pd_prefetch_next: Annotated[
-        Annotated[int, Field(ge=1)] | None,
-        BeforeValidator(lambda value: None if value == "off" else value),
-        Flag("DEPTH", bare="1", unset="off"),
-    ] = Field(
-        None,
-        description="have the prefill node work ahead on DEPTH queued requests while this node decodes; "
-        "1 when DEPTH is left out, and off turns it off",
-    )
-    min_remote_prompt_tokens: Annotated[int, Field(ge=0, le=TOKENS_MAX), Flag("TOKENS")] = Field(
-        0,
-        description="shorter prompts are computed here, where that is allowed; bench.py worth says what pays",
-    )
-    on_prefill_failure: Literal["fail", "retry", "local"] = Field(
-        "fail",
-        description="when remote prefill fails: fail the request, send its prompt again, or compute it here",
-    )
-    prefill_retries: Annotated[int, Field(ge=1, le=100), Flag("N")] = Field(
-        1, description="how often --on-prefill-failure retry sends one prompt again"
-    )
-    max_queue: Annotated[int, Field(ge=1, le=QUEUE_MAX), Flag("N")] = Field(
-        256, description="requests that may wait; further ones are answered BUSY"
-    )
-    prefill_timeout_ms: Annotated[Milliseconds, Flag("MS")] = Field(
-        120_000, description="time for the prefill node to compute one prompt, in ms"
-    )
-    prefill_wait_ms: Annotated[Milliseconds, Flag("MS")] = Field(
-        10_000, description="how long a request waits while no prefill node is usable, in ms"
-    )
-    job_timeout_ms: Annotated[Milliseconds, Flag("MS")] = Field(
-        600_000, description="time for a request from its acceptance to its last token, in ms"
-    )
-
-    @model_validator(mode="after")
-    def _check_server_key(self) -> Self:
-        if self.server_key is not None and self.key_file is None:
-            raise ValueError("--server-key needs --key-file: both ends of a connection have keys, or neither")
-        if self.key_file is not None and self.pd_prefill_worker is not None and self.server_key is None:
-            raise ValueError(
-                "--key-file with --pd-prefill-worker needs --server-key, the prefill node's public key: a "
-                "node with keys uses them on every connection"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_short_prompts(self) -> Self:
-        if self.min_remote_prompt_tokens and self.pd_remote_only:
-            raise ValueError(
-                "--pd-remote-only forbids the local prefill that --min-remote-prompt-tokens asks for: "
-                "leave one of them out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_route(self) -> Self:
-        check_prefetch_route(
-            prefill_workers=() if self.pd_prefill_worker is None else (self.pd_prefill_worker,),
-            remote_only=self.pd_remote_only,
-            backend=self.backend,
-            slots=self.slots,
-            prefetch_depth=self.prefetch_depth,
-            on_prefill_failure=self.on_prefill_failure,
-        )
-        return self
-
-    @property
-    def prefetch_depth(self) -> int:
-        """Prefetches held at a time; 0 when prefetch is off."""
-        return self.pd_prefetch_next or 0
-
-    def engine_settings(self) -> EngineSettings:
-        """What the decode engine is loaded with."""
-        return self._engine_settings(lanes=self.slots)
 
 
 def flag_of(field_name: str) -> str:

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from common.config import DecodeConfig, Flag, NodeConfig, PrefillConfig
+from common.config import Flag, NodeConfig
+from common.decode_config import DecodeConfig
 from common.errors import ConfigError
 from common.limits import CONFIG_FILE_BYTES
+from common.prefill_config import PrefillConfig
 
 TABLES: dict[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 NOT_IN_A_FILE = {

@@ -7,7 +7,7 @@ instant, then hands over to `transport.daemon.Daemon`. Exit statuses: `common.er
 import sys
 
 from common.command_line import parse
-from common.config import DecodeConfig
+from common.decode_config import DecodeConfig
 from common.version import VERSION
 
 

@@ -30,6 +30,7 @@ from common.log_events import LogEvent
 from common.messages import PrefillDone
 from common.prefix_commands import BlocksStored, Store, StoreBlocks
 from common.sampling import SamplingParams
+from decode_node import commands
 from decode_node import events as ev
 from decode_node.cache_files import FILE_COMMANDS, CacheFiles
 from decode_node.kv_import import KvImport, KvSource, copy_blocks
@@ -123,12 +124,12 @@ class DecodeCompute:
         self._engine: DecodeEngine | None = None
         self._thread = threading.Thread(target=mailbox.guard, args=(self._run,), name="compute", daemon=True)
         self._handlers = {
-            ev.SampleFirst: self._sample_first,
+            commands.SampleFirst: self._sample_first,
             ImportFrom: self._start_import,
-            ev.StartLocalPrefill: self._start_local_prefill,
-            ev.StartDecode: self._start_decode,
-            ev.StopLane: self._stop_lane,
-            ev.ForgetJob: self._forget_job,
+            commands.StartLocalPrefill: self._start_local_prefill,
+            commands.StartDecode: self._start_decode,
+            commands.StopLane: self._stop_lane,
+            commands.ForgetJob: self._forget_job,
             StoreBlocks: self._store_blocks,
             **dict.fromkeys(FILE_COMMANDS, self._start_file),
         }
@@ -195,7 +196,7 @@ class DecodeCompute:
     def _start_file(self, command: Any) -> None:
         self._files.start(command)
 
-    def _sample_first(self, command: ev.SampleFirst) -> None:
+    def _sample_first(self, command: commands.SampleFirst) -> None:
         record = command.record
         if bytes_digest(record.logits) != record.logits_digest:
             detail = "the logits do not match their digest"
@@ -255,12 +256,12 @@ class DecodeCompute:
             )
         )
 
-    def _start_local_prefill(self, command: ev.StartLocalPrefill) -> None:
+    def _start_local_prefill(self, command: commands.StartLocalPrefill) -> None:
         self._finish_storing(command.lane)
         work = self._local_prefill(command)
         self._filling[command.lane] = _Filling(command.job_id, work)
 
-    def _local_prefill(self, command: ev.StartLocalPrefill) -> Iterator[None]:
+    def _local_prefill(self, command: commands.StartLocalPrefill) -> Iterator[None]:
         prompt = np.frombuffer(command.prompt, dtype="<i4").astype(np.int64)
         sampler = self._sampler(command.job_id, command.sampling)
         busy_us = 0
@@ -305,10 +306,10 @@ class DecodeCompute:
             detail = self._explain(error, filling.job_id)
             self._mailbox.put(ev.LaneFailed(filling.job_id, lane, detail))
 
-    def _start_decode(self, command: ev.StartDecode) -> None:
+    def _start_decode(self, command: commands.StartDecode) -> None:
         self._running[command.lane] = _Running(command.job_id, command.token_id)
 
-    def _stop_lane(self, command: ev.StopLane) -> None:
+    def _stop_lane(self, command: commands.StopLane) -> None:
         if self._running.pop(command.lane, None) is not None:
             self._idle_since_us[command.lane] = now_us()
         self._filling.pop(command.lane, None)
@@ -316,7 +317,7 @@ class DecodeCompute:
         self._engine.set_length(command.lane, 0)
         self._mailbox.put(ev.LaneStopped(command.lane))
 
-    def _forget_job(self, command: ev.ForgetJob) -> None:
+    def _forget_job(self, command: commands.ForgetJob) -> None:
         self._samplers.pop(command.job_id, None)
         # A job that ended while its copy did has begun to decode; StopLane follows.
         for lane in [lane for lane, item in self._running.items() if item.job_id == command.job_id]:

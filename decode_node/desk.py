@@ -24,6 +24,7 @@ from common.messages import (
     Submit,
     Tokens,
 )
+from decode_node import commands
 from decode_node import events as ev
 from decode_node.clients import Clients
 from decode_node.jobs import Job
@@ -154,7 +155,7 @@ class JobDesk:
             self._prepared_ms = now_ms
         self._preparing_count += 1
         self.timers.set(now_ms + self._settings.job_timeout_ms, job.job_id, "job")
-        return [ev.PrepareSubmission(job.job_id, submit, self.token_limit)]
+        return [commands.PrepareSubmission(job.job_id, submit, self.token_limit)]
 
     def on_prepared(self, event: ev.SubmissionPrepared, now_ms: int) -> list[Any]:
         self._preparing_count -= 1
@@ -198,13 +199,13 @@ class JobDesk:
         job = self.get(event.job_id)
         return [] if job is None else self.fail(job, ErrorCode.ENGINE_ERROR, event.detail, now_ms)
 
-    def push(self, job: Job, token_id: int, finish_reason: str | None, now_ms: int) -> ev.PushTokens:
+    def push(self, job: Job, token_id: int, finish_reason: str | None, now_ms: int) -> commands.PushTokens:
         """Hand a sampled token to the text thread; the client gets what it makes of it."""
         if job.text_pending == 0:
             job.text_moved_ms = now_ms
         job.text_pending += 1
         job.finish_reason = finish_reason
-        return ev.PushTokens(job.job_id, token_id, final=finish_reason is not None)
+        return commands.PushTokens(job.job_id, token_id, final=finish_reason is not None)
 
     def leave_queue(self, job: Job, event: JobEvent, now_ms: int) -> None:
         """A queued job is being worked on."""
@@ -264,12 +265,12 @@ class JobDesk:
         self._cache.let_go(job)
         self.clients.remove(job.client, job.label)
         effects = self.detach(job, cause, now_ms) + self._leave_lane(job)
-        return [*effects, ev.ForgetJob(job.job_id, job.known_to_compute)]
+        return [*effects, commands.ForgetJob(job.job_id, job.known_to_compute)]
 
     def stop_lane(self, lane: Lane) -> list[Any]:
         """Have compute let go of a lane whose job has ended."""
         self._lanes.advance(lane, LaneEvent.STOP_REQUESTED)
-        return [ev.StopLane(lane.index)]
+        return [commands.StopLane(lane.index)]
 
     def _leave_lane(self, job: Job) -> list[Any]:
         """A copy runs to its end by itself; whatever else goes on in the job's lane is stopped."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ErrorCode
-from common.messages import Failed, Finished, Hello, HelloOk, HelloRefused, PrefillDone, Submit
+from common.messages import Failed, Finished, Hello, HelloOk, HelloRefused
 from common.sampling import SamplingParams
 
 
@@ -290,102 +290,12 @@ class ClosePlane:
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareSubmission:
-    """Text thread: validate and tokenise. Answered by SubmissionPrepared or SubmissionRefused."""
-
-    job_id: str
-    submit: Submit
-    token_limit: int
-
-
-@dataclass(frozen=True, slots=True)
-class PushTokens:
-    """Text thread: turn the job's next token into text. Answered by TextProduced."""
-
-    job_id: str
-    token_id: int
-    final: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetJob:
-    """Text thread, and compute where it knows the job: drop what you hold for a job that has ended."""
-
-    job_id: str
-    known_to_compute: bool
-
-
-@dataclass(frozen=True, slots=True)
 class ReportEnd:
     """A job has ended, for the log. answer: what its client was told, None when the client is gone."""
 
     job_id: str
     answer: Finished | Failed | None
     cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class SampleFirst:
-    """Compute: verify the record's logits and sample. Answered by FirstTokenSampled or LogitsRefused."""
-
-    job_id: str
-    record: PrefillDone
-    sampling: SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class StartImport:
-    """Compute: copy a slot into a lane, verify it, and decode from `token_id` on if it is good.
-
-    The first `send_from` tokens are copied from `places` of the prefix cache instead. With `sampling`,
-    `token_id` is the prompt's last token, and the first step tells the first token of the answer, unless
-    that is `known_token` already.
-    Answered by ImportEnded, then as StartDecode is. Compute does not wait for another word in between: the
-    lane would stand idle while the loop is busy with the end of the job before.
-    """
-
-    job_id: str
-    lane: int
-    session: str
-    record: PrefillDone
-    token_id: int
-    send_from: int = 0
-    places: tuple[int, ...] = ()
-    sampling: SamplingParams | None = None
-    known_token: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StartLocalPrefill:
-    """Compute: prefill in a lane. Answered by LocalPrefillEnded or LaneFailed, chunks in between.
-
-    keep_token: the job has its first token already, do not sample another. The first `cached_tokens` are
-    copied from `places` of the prefix cache.
-    """
-
-    job_id: str
-    lane: int
-    prompt: bytes
-    sampling: SamplingParams
-    keep_token: bool
-    cached_tokens: int = 0
-    places: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StartDecode:
-    """Compute: generate in a lane from `token_id` on. Each step is answered by TokenSampled."""
-
-    job_id: str
-    lane: int
-    token_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopLane:
-    """Compute: let go of a lane. Answered by LaneStopped."""
-
-    lane: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from common.compatibility import wire_layout
 from common.errors import ErrorCode, check
 from common.lifecycle import JobEvent, LaneEvent
 from common.messages import NodeProfile, PrefillDone, PrefillFailed
+from decode_node import commands
 from decode_node import events as ev
 from decode_node.desk import JobDesk
 from decode_node.jobs import Job
@@ -104,7 +105,7 @@ class Handoff:
         self._cache.move_to(lane, job)
         places = () if lane.prefix is None else lane.prefix.places
         told = job.expected.vocab_size > 0
-        start = ev.StartImport(
+        start = commands.StartImport(
             job.job_id,
             lane.index,
             job.reservation.session,
@@ -236,7 +237,7 @@ class Handoff:
             return []  # of an earlier attempt, and the client may have it: these logits are not wanted
         self._watch.asked_to_sample(job.job_id)
         job.sampling_first = True
-        return [ev.SampleFirst(job.job_id, record, job.sampling)]
+        return [commands.SampleFirst(job.job_id, record, job.sampling)]
 
     def _on_failure(self, job: Job, failure: PrefillFailed, now_ms: int) -> list[Any]:
         job.reservation = None

@@ -10,6 +10,7 @@ from typing import Any
 
 from common.errors import ErrorCode
 from common.lifecycle import JobEvent, LaneEvent
+from decode_node import commands
 from decode_node import events as ev
 from decode_node.compute_watch import ComputeWatch
 from decode_node.desk import JobDesk
@@ -37,7 +38,7 @@ class LaneWork:
         cached_tokens = self._cache.hold(job)
         self._cache.move_to(lane, job)
         places = () if lane.prefix is None else lane.prefix.places
-        start = ev.StartLocalPrefill(
+        start = commands.StartLocalPrefill(
             job.job_id, lane.index, job.prompt, job.sampling, job.keep_token, cached_tokens, places
         )
         return [start]
@@ -119,7 +120,7 @@ class LaneWork:
     def _start_decode(self, job: Job, lane: Lane, now_ms: int) -> list[Any]:
         self.lanes.advance(lane, LaneEvent.DECODE_STARTED)
         self.decode_started(job, now_ms)
-        return [ev.StartDecode(job.job_id, lane.index, job.first_token)]
+        return [commands.StartDecode(job.job_id, lane.index, job.first_token)]
 
     def _vacate(self, job: Job, lane: Lane, now_ms: int) -> list[Any]:
         """The job has its last token; its lane is free while the text is flushed."""

@@ -17,9 +17,9 @@ from common.compatibility import (
     wire_form,
     wire_layout,
 )
-from common.config import DecodeConfig
 from common.cpus import pin_process
 from common.data_planes import SHM, TCP, planes_of
+from common.decode_config import DecodeConfig
 from common.endpoints import bulk_endpoint
 from common.errors import ConfigError, ErrorCode, ExitStatus
 from common.hooks import HoldPoints
@@ -30,6 +30,7 @@ from common.log import NodeLog
 from common.log_events import LogEvent
 from common.messages import Accepted, Failed, Finished, HelloOk, NodeProfile, Rejected, Role, ShmPlane
 from common.prefix_commands import StoreBlocks
+from decode_node import commands
 from decode_node import events as ev
 from decode_node.cache_files import FILE_COMMANDS, CacheFiles
 from decode_node.compute import DecodeCompute, EngineFailed, EngineLoaded, ImportFrom
@@ -62,10 +63,16 @@ from transport.port import ControlPort
 from transport.slab import MemoryProbe, SlabView
 from transport.zmq_sockets import new_context
 
-_FOR_TEXT = (ev.PrepareSubmission, ev.PushTokens)
+_FOR_TEXT = (commands.PrepareSubmission, commands.PushTokens)
 _FOR_CACHE = (StoreBlocks, *FILE_COMMANDS)
-_FOR_COMPUTE = (ev.SampleFirst, ev.StartLocalPrefill, ev.StartDecode, ev.StopLane, *_FOR_CACHE)
-_COMPUTE_FIRST = (*_FOR_COMPUTE, ev.StartImport, ev.ForgetJob)
+_FOR_COMPUTE = (
+    commands.SampleFirst,
+    commands.StartLocalPrefill,
+    commands.StartDecode,
+    commands.StopLane,
+    *_FOR_CACHE,
+)
+_COMPUTE_FIRST = (*_FOR_COMPUTE, commands.StartImport, commands.ForgetJob)
 
 
 def _urgency(effect: Any) -> int:
@@ -215,11 +222,11 @@ class DecodeNode:
 
     def _rare(self, effect: Any) -> list[Any]:
         match effect:
-            case ev.ForgetJob():
+            case commands.ForgetJob():
                 self._text.put(effect)
                 if effect.known_to_compute:
                     self._compute.put(effect)
-            case ev.StartImport(job_id=job_id, lane=lane, record=record, token_id=token_id):
+            case commands.StartImport(job_id=job_id, lane=lane, record=record, token_id=token_id):
                 source = self._sources[effect.session]
                 rest = effect.send_from, effect.places, effect.sampling, effect.known_token
                 self._compute.put(ImportFrom(job_id, lane, source, record, token_id, *rest))

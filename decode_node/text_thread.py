@@ -17,6 +17,7 @@ from common.engines.interface import Tokenizer
 from common.engines.registry import EngineSettings, load_tokenizer
 from common.errors import ConfigError, ErrorCode
 from common.hooks import HoldPoints
+from decode_node import commands
 from decode_node import events as ev
 from decode_node.sampler import ending_token_ids
 from decode_node.submission import Refusal, prepare
@@ -52,9 +53,9 @@ class TextThread:
         self._tokenizer: Tokenizer | None = None
         self._thread = threading.Thread(target=mailbox.guard, args=(self._run,), name="text", daemon=True)
         self._handlers = {
-            ev.PrepareSubmission: self._prepare,
-            ev.PushTokens: self._push,
-            ev.ForgetJob: self._forget_job,
+            commands.PrepareSubmission: self._prepare,
+            commands.PushTokens: self._push,
+            commands.ForgetJob: self._forget_job,
         }
 
     def start(self) -> None:
@@ -83,7 +84,7 @@ class TextThread:
         while (command := self._commands.get()) is not None:
             self._handlers[type(command)](command)
 
-    def _prepare(self, command: ev.PrepareSubmission) -> None:
+    def _prepare(self, command: commands.PrepareSubmission) -> None:
         try:
             self._hooks.at("text.prepare")
             self._mailbox.put(self._prepared(command))
@@ -93,7 +94,7 @@ class TextThread:
             detail = f"the tokenizer failed on this prompt ({type(error).__name__})"
             self._mailbox.put(ev.SubmissionRefused(command.job_id, ErrorCode.INVALID_REQUEST, detail))
 
-    def _prepared(self, command: ev.PrepareSubmission) -> Any:
+    def _prepared(self, command: commands.PrepareSubmission) -> Any:
         submit = command.submit
         result = prepare(
             submit.prompt,
@@ -113,7 +114,7 @@ class TextThread:
             command.job_id, prompt, result.prompt_digest, result.sampling, shorter_digest
         )
 
-    def _push(self, command: ev.PushTokens) -> None:
+    def _push(self, command: commands.PushTokens) -> None:
         stream = self._streams.get(command.job_id)
         if stream is None:
             return  # the job has ended meanwhile
@@ -130,5 +131,5 @@ class TextThread:
             ev.TextProduced(command.job_id, (command.token_id,), text, delta.stopped, command.final)
         )
 
-    def _forget_job(self, command: ev.ForgetJob) -> None:
+    def _forget_job(self, command: commands.ForgetJob) -> None:
         self._streams.pop(command.job_id, None)

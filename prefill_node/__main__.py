@@ -7,7 +7,7 @@ instant, then hands over to `transport.daemon.Daemon`. Exit statuses: `common.er
 import sys
 
 from common.command_line import parse
-from common.config import PrefillConfig
+from common.prefill_config import PrefillConfig
 from common.version import VERSION
 
 

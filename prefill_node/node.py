@@ -11,7 +11,6 @@ from typing import Any
 from common import limits
 from common.block_store import BlockStore
 from common.compatibility import prefix_identity, profile_of, wire_layout
-from common.config import PrefillConfig
 from common.cpus import pin_process
 from common.data_planes import SHM, TCP, planes_of
 from common.endpoints import bulk_host
@@ -22,6 +21,7 @@ from common.kv_layout import KvLayout
 from common.log import NodeLog
 from common.log_events import LogEvent
 from common.messages import PrefillDone, PrefillFailed, ShmPlane, TcpPlane
+from common.prefill_config import PrefillConfig
 from common.prefix_commands import StoreBlocks
 from prefill_node import events as ev
 from prefill_node.compute import EngineFailed, EngineLoaded, PrefillCompute

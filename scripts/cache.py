@@ -18,7 +18,7 @@ from typing import Any
 try:
     from rich.console import Console
 
-    from common.config import DecodeConfig
+    from common.decode_config import DecodeConfig
     from common.endpoints import check_connect_endpoint
     from common.errors import ConfigError, ExitStatus, NodeUnavailable, TandemError
     from common.prefix_file import info

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common.command_line import variable_of  # noqa: E402
-from common.config import DecodeConfig, Flag, NodeConfig, PrefillConfig, flag_of  # noqa: E402
+from common.config import Flag, NodeConfig, flag_of  # noqa: E402
+from common.decode_config import DecodeConfig  # noqa: E402
 from common.errors import ErrorCode, ExitStatus  # noqa: E402
 from common.lifecycle import (  # noqa: E402
     JOB_TRANSITIONS,
@@ -26,6 +27,7 @@ from common.lifecycle import (  # noqa: E402
 )
 from common.log_events import LogEvent  # noqa: E402
 from common.messages import MESSAGE_TYPES  # noqa: E402
+from common.prefill_config import PrefillConfig  # noqa: E402
 
 PAGES = ("protocol.md", "operations.md")
 _MARK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.S)

@@ -22,7 +22,7 @@ try:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from common.config import DecodeConfig
+    from common.decode_config import DecodeConfig
     from common.endpoints import check_connect_endpoint
     from common.errors import ConfigError, ErrorCode, ExitStatus, NodeUnavailable, TandemError
     from common.limits import CONTROL_MESSAGE_BYTES, JOBS_PER_CLIENT

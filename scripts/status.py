@@ -19,9 +19,11 @@ try:
     from rich.live import Live
 
     from common.clock import now_ms, pause_ms
-    from common.config import DecodeConfig, NodeConfig, PrefillConfig
+    from common.config import NodeConfig
+    from common.decode_config import DecodeConfig
     from common.endpoints import check_connect_endpoint
     from common.errors import ConfigError, ExitStatus, HandshakeRefused, NodeUnavailable
+    from common.prefill_config import PrefillConfig
     from transport.client import Client
     from transport.key_files import ClientKeys
     from transport.launch.key_flags import add_key_flags, keys_of

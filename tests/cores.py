@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.messages import NodeProfile, Prefill, Role
+from decode_node import commands
 from decode_node import events as ev
 from decode_node.core import DecodeCore
 from decode_node.jobs import Job
@@ -138,15 +139,20 @@ class Pair:
             case ev.ClosePlane(session=session):
                 del self.device.mappings[session]
                 self.unmapped.append(session)
-            case ev.PrepareSubmission() | ev.PushTokens():
+            case commands.PrepareSubmission() | commands.PushTokens():
                 self.text_commands.append(effect)
-            case ev.ForgetJob():
+            case commands.ForgetJob():
                 self.text_commands.append(effect)
                 if effect.known_to_compute:
                     self.device.commands.append(effect)
-            case ev.SampleFirst() | ev.StartImport() | ev.StartLocalPrefill() | ev.StartDecode():
+            case (
+                commands.SampleFirst()
+                | commands.StartImport()
+                | commands.StartLocalPrefill()
+                | commands.StartDecode()
+            ):
                 self.device.commands.append(effect)
-            case ev.StopLane():
+            case commands.StopLane():
                 self.device.commands.append(effect)
             case ev.ExitNode():
                 self.exit = effect
@@ -168,7 +174,7 @@ class Pair:
     def _check_not_read(self, request: Prefill) -> None:
         """INV-4: nothing is sent into a slot of this slab that a copy still reads."""
         slabs = self.device.mappings
-        copies = [item for item in self.device.commands if isinstance(item, ev.StartImport)]
+        copies = [item for item in self.device.commands if isinstance(item, commands.StartImport)]
         reads = [item.record.slot for item in copies if slabs.get(item.session) is self.prefill.slab]
         assert request.slot not in reads, "INV-4: PREFILL into a slot that is being copied"
 

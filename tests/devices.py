@@ -17,6 +17,7 @@ from common.digests import bytes_digest, prompt_digest
 from common.errors import ErrorCode
 from common.kv_layout import KvLayout, chunk_bounds
 from common.messages import NodeProfile, PrefillDone
+from decode_node import commands
 from decode_node import events as ev
 from decode_node.sampler import JobSampler, ending_token_ids
 from decode_node.submission import Refusal, prepare
@@ -77,19 +78,19 @@ class Text:
 
     def carry_out(self, command: Any) -> Any | None:
         match command:
-            case ev.PrepareSubmission(job_id=job_id):
+            case commands.PrepareSubmission(job_id=job_id):
                 return self._prepare(job_id, command)
-            case ev.PushTokens(job_id=job_id) if job_id in self.streams:
+            case commands.PushTokens(job_id=job_id) if job_id in self.streams:
                 stream = self.streams[job_id]
                 delta = stream.push((command.token_id,))
                 rest = stream.finish().text if command.final and not delta.stopped else ""
                 token_ids, text = (command.token_id,), delta.text + rest
                 return ev.TextProduced(job_id, token_ids, text, delta.stopped, command.final)
-            case ev.ForgetJob(job_id=job_id):
+            case commands.ForgetJob(job_id=job_id):
                 self.streams.pop(job_id, None)
         return None
 
-    def _prepare(self, job_id: str, command: ev.PrepareSubmission) -> Any:
+    def _prepare(self, job_id: str, command: commands.PrepareSubmission) -> Any:
         submit = command.submit
         result = prepare(
             submit.prompt,
@@ -149,22 +150,22 @@ class Device:
         """The answer to the first waiting command."""
         command = self.commands.popleft()
         match command:
-            case ev.SampleFirst():
+            case commands.SampleFirst():
                 return self._sample_first(command)
-            case ev.StartImport():
+            case commands.StartImport():
                 return self._import(command)
-            case ev.StartLocalPrefill(job_id=job_id, lane=lane):
+            case commands.StartLocalPrefill(job_id=job_id, lane=lane):
                 self.lanes[lane] = np.frombuffer(command.prompt, dtype="<i4").tolist()
                 if command.keep_token:
                     return ev.LocalPrefillEnded(job_id, lane, None, None, 1_000)
                 sampled = self._sampler(job_id, command.sampling).sample(logits_of(self.lanes[lane]))
                 return ev.LocalPrefillEnded(job_id, lane, sampled.token_id, sampled.finish_reason, 1_000)
-            case ev.StartDecode(job_id=job_id, lane=lane, token_id=token_id):
+            case commands.StartDecode(job_id=job_id, lane=lane, token_id=token_id):
                 self.running[lane] = (job_id, token_id)
-            case ev.StopLane(lane=lane):
+            case commands.StopLane(lane=lane):
                 self.running.pop(lane, None)
                 return ev.LaneStopped(lane)
-            case ev.ForgetJob(job_id=job_id):
+            case commands.ForgetJob(job_id=job_id):
                 self.samplers.pop(job_id, None)
                 self.running = {lane: item for lane, item in self.running.items() if item[0] != job_id}
         return None
@@ -186,7 +187,7 @@ class Device:
     def _sampler(self, job_id: str, sampling: Any) -> JobSampler:
         return self.samplers.setdefault(job_id, JobSampler(sampling, frozenset()))
 
-    def _sample_first(self, command: ev.SampleFirst) -> Any:
+    def _sample_first(self, command: commands.SampleFirst) -> Any:
         record, job_id = command.record, command.job_id
         if bytes_digest(record.logits) != record.logits_digest:
             return ev.LogitsRefused(job_id, ErrorCode.KV_CORRUPT, "the logits do not match their digest")
@@ -194,7 +195,7 @@ class Device:
         sampled = self._sampler(job_id, command.sampling).sample(row)
         return ev.FirstTokenSampled(job_id, sampled.token_id, sampled.finish_reason)
 
-    def _import(self, command: ev.StartImport) -> ev.ImportEnded:
+    def _import(self, command: commands.StartImport) -> ev.ImportEnded:
         record = command.record
         slot = self.mappings[command.session].slots[record.slot]
         self.lanes[command.lane] = slot.token_ids[: record.token_count]

@@ -10,7 +10,7 @@ from typing import Any
 
 from common.data_planes import TCP
 from common.messages import Finished, NodeProfile, Role, TcpPlane
-from decode_node import events as ev
+from decode_node import commands
 from decode_node.stack import OpenPlane, PlaneOpened
 from prefill_node import events as prefill_ev
 from tests.actors import ROUTE, TIMES, WORKER, PrefillSide
@@ -100,7 +100,7 @@ class LandingPair(Pair):
         return []
 
     def _check_no_copy(self, session: str, slot: int) -> None:
-        copies = [item for item in self.device.commands if isinstance(item, ev.StartImport)]
+        copies = [item for item in self.device.commands if isinstance(item, commands.StartImport)]
         reads = [item.record.slot for item in copies if item.session == session]
         assert slot not in reads, "INV-4: a landing buffer is given away while it is copied"
 

@@ -17,6 +17,7 @@ from common.kv_layout import chunk_bounds
 from common.messages import NodeProfile, PrefillDone, PrefillFailed
 from common.prefix_commands import BlocksStored, StoreBlocks
 from common.prefix_index import PrefixIndex
+from decode_node import commands
 from decode_node import events as ev
 from decode_node.prefix_cache import PrefixSettings
 from decode_node.scheduler import Route
@@ -152,12 +153,12 @@ class PrefixDevice(Device):
         if isinstance(command, StoreBlocks):
             self.commands.popleft()
             return self.blocks.store(command, self.lanes[command.holder])
-        if isinstance(command, ev.StartLocalPrefill):
+        if isinstance(command, commands.StartLocalPrefill):
             self.commands.popleft()
             return self._prefill(command)
         return super().carry_out()
 
-    def _prefill(self, command: ev.StartLocalPrefill) -> ev.LocalPrefillEnded:
+    def _prefill(self, command: commands.StartLocalPrefill) -> ev.LocalPrefillEnded:
         damaged = self.blocks.first_damaged(command.places)
         cached_tokens = 0 if damaged is not None else command.cached_tokens
         row = self.blocks.copy(command.places, cached_tokens) if cached_tokens else []
@@ -173,7 +174,7 @@ class PrefixDevice(Device):
             command.job_id, command.lane, token_id, reason, 1_000, cached_tokens, damaged
         )
 
-    def _import(self, command: ev.StartImport) -> ev.ImportEnded:
+    def _import(self, command: commands.StartImport) -> ev.ImportEnded:
         record, start = command.record, command.send_from
         damaged = self.blocks.first_damaged(command.places) if start else None
         slot = self.mappings[command.session].slots[record.slot]

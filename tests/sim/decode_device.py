@@ -14,6 +14,7 @@ from common.errors import ErrorCode
 from common.kv_layout import chunk_bounds
 from common.messages import PrefillDone
 from common.sampling import SamplingParams
+from decode_node import commands
 from decode_node import events as ev
 from tests.sim import memory
 from tests.sim.memory import Slab
@@ -65,7 +66,7 @@ class DecodeDevice:
     def owes(self) -> bool:
         """Whether what it does next is answered."""
         first = self.commands[0] if self.commands else None
-        return bool(self.filling or self.running) or not isinstance(first, (NoneType, ev.ForgetJob))
+        return bool(self.filling or self.running) or not isinstance(first, (NoneType, commands.ForgetJob))
 
     def work(self, unreadable: bool) -> None:
         """One command, or one round of pieces and steps."""
@@ -93,20 +94,20 @@ class DecodeDevice:
 
     def _carry_out(self, command: Any) -> Any | None:
         match command:
-            case ev.SampleFirst():
+            case commands.SampleFirst():
                 return self._sample_first(command)
-            case (ev.StartImport() as start, slab):
+            case (commands.StartImport() as start, slab):
                 self.filling[start.lane] = Filling(start.job_id, slab, start)
-            case ev.StartLocalPrefill(job_id=job_id, lane=lane):
+            case commands.StartLocalPrefill(job_id=job_id, lane=lane):
                 self._sampler(job_id, command.sampling)
                 self.filling[lane] = Filling(job_id, None, command)
-            case ev.StartDecode(job_id=job_id, lane=lane, token_id=token_id):
+            case commands.StartDecode(job_id=job_id, lane=lane, token_id=token_id):
                 self.running[lane] = (job_id, token_id)
-            case ev.StopLane(lane=lane):
+            case commands.StopLane(lane=lane):
                 self.running.pop(lane, None)
                 self.filling.pop(lane, None)
                 return ev.LaneStopped(lane)
-            case ev.ForgetJob(job_id=job_id):
+            case commands.ForgetJob(job_id=job_id):
                 self.samplers.pop(job_id, None)
                 for lane in [lane for lane, item in self.running.items() if item[0] == job_id]:
                     del self.running[lane]
@@ -118,7 +119,7 @@ class DecodeDevice:
             sampler = self.samplers[job_id] = Sampler(sampling)
         return sampler
 
-    def _sample_first(self, command: ev.SampleFirst) -> Any:
+    def _sample_first(self, command: commands.SampleFirst) -> Any:
         record = command.record
         if record.logits_digest != record.logits[:4] * 4:
             return ev.LogitsRefused(command.job_id, ErrorCode.KV_CORRUPT, "the logits are not theirs")
@@ -198,16 +199,16 @@ class TextDevice:
         """The answer to the first command, if it has one."""
         command = self.commands.popleft()
         match command:
-            case ev.PrepareSubmission():
+            case commands.PrepareSubmission():
                 return self._prepare(command)
-            case ev.PushTokens(job_id=job_id, token_id=token_id, final=final) if job_id in self.streams:
+            case commands.PushTokens(job_id=job_id, token_id=token_id, final=final) if job_id in self.streams:
                 stopped = bool(self.streams[job_id].stop) and token_id % memory.STOP_DIVISOR == 0
                 return ev.TextProduced(job_id, (token_id,), "", stopped, final)
-            case ev.ForgetJob(job_id=job_id):
+            case commands.ForgetJob(job_id=job_id):
                 self.streams.pop(job_id, None)
         return None
 
-    def _prepare(self, command: ev.PrepareSubmission) -> Any:
+    def _prepare(self, command: commands.PrepareSubmission) -> Any:
         submit, job_id = command.submit, command.job_id
         prompt = submit.prompt_ids or ()
         fields = submit.sampling

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 from common.engines.registry import BACKENDS, BackendFacts
 from common.messages import HelloOk, KvPiece, Role
+from decode_node import commands
 from decode_node import events as ev
 from decode_node.core import DecodeCore
 from decode_node.scheduler import Route
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 BACKEND = "simulated"
 _FACTS = BackendFacts(prefill=False, lanes_max=8, local_prefill=True, emulated=True)
-_FOR_COMPUTE = (ev.SampleFirst, ev.StartLocalPrefill, ev.StartDecode, ev.StopLane)
-_COMPUTE_FIRST = (*_FOR_COMPUTE, ev.StartImport, ev.ForgetJob)
+_FOR_COMPUTE = (commands.SampleFirst, commands.StartLocalPrefill, commands.StartDecode, commands.StopLane)
+_COMPUTE_FIRST = (*_FOR_COMPUTE, commands.StartImport, commands.ForgetJob)
 
 
 class DecodeProcess(Process):
@@ -127,11 +128,11 @@ class DecodeProcess(Process):
             world.left(self)
 
     def _execute_compute(self, effect: Any, world: "World") -> None:
-        if isinstance(effect, ev.ForgetJob):
+        if isinstance(effect, commands.ForgetJob):
             self.text.commands.append(effect)
             if effect.known_to_compute:
                 self.device.commands.append(effect)
-        elif isinstance(effect, ev.StartImport):
+        elif isinstance(effect, commands.StartImport):
             source = self.mappings[effect.session]
             if isinstance(source, Landing):
                 world.audit.imports(source, effect.record)
@@ -147,7 +148,7 @@ class DecodeProcess(Process):
                 return self.port.send(effect, local_ms)
             case ToWorker(worker=worker, item=item):
                 return self._to_worker(worker, item, world, local_ms)
-            case ev.PrepareSubmission() | ev.PushTokens():
+            case commands.PrepareSubmission() | commands.PushTokens():
                 self.text.commands.append(effect)
             case OpenPlane(worker=worker, hello_ok=hello_ok):
                 source = None if self.blind else self._open_plane(worker, hello_ok, world)

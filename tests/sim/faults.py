@@ -7,6 +7,7 @@ what lasts, and cost no budget. "delay" has no options of its own: it lets time 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from decode_node import commands
 from decode_node import events as decode_ev
 from tests.sim import faults_bulk
 from tests.sim.faults_bulk import DAMAGE, Fault
@@ -295,7 +296,7 @@ def _find_text_error(world: "World") -> list[Option]:
     return [
         Option("text_error", node.name)
         for node in world.decodes
-        if node.runs and node.text.commands and isinstance(node.text.commands[0], decode_ev.PushTokens)
+        if node.runs and node.text.commands and isinstance(node.text.commands[0], commands.PushTokens)
     ]
 
 

@@ -28,6 +28,7 @@ import common.prefix_index
 import common.sampling
 import decode_node.cache_orders
 import decode_node.clients
+import decode_node.commands
 import decode_node.compute_watch
 import decode_node.core
 import decode_node.desk
@@ -72,6 +73,7 @@ MODULES: tuple[ModuleType, ...] = (
     common.sampling,
     decode_node.cache_orders,
     decode_node.clients,
+    decode_node.commands,
     decode_node.compute_watch,
     decode_node.core,
     decode_node.desk,

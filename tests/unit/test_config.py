@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from common.command_line import parse, variable_of
-from common.config import DecodeConfig, NodeConfig, PrefillConfig, flag_of
+from common.config import NodeConfig, flag_of
 from common.cpus import available_cpus, parse_cpus
+from common.decode_config import DecodeConfig
 from common.endpoints import check_bind_endpoint, check_connect_endpoint
 from common.errors import ConfigError
 from common.prefetch_route import check_prefetch_route
+from common.prefill_config import PrefillConfig
 
 WORKER = "tcp://prefill-host:5701"
 ROUTE: dict[str, Any] = {"pd_prefill_worker": WORKER, "pd_remote_only": True}
@@ -25,7 +27,7 @@ import json, resource, sys
 opened = []
 sys.addaudithook(lambda name, arguments: opened.append(str(arguments[0])) if name == "open" else None)
 from common.command_line import parse
-from common.config import DecodeConfig
+from common.decode_config import DecodeConfig
 try:
     parse(DecodeConfig, sys.argv[1:], "0")
 except SystemExit as refusal:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from common.command_line import parse
-from common.config import DecodeConfig, NodeConfig, PrefillConfig
+from common.config import NodeConfig
 from common.config_file import read_config_file
+from common.decode_config import DecodeConfig
 from common.errors import ConfigError
 from common.limits import CONFIG_FILE_BYTES
+from common.prefill_config import PrefillConfig
 from transport.launch.pair import PairPlan
 
 ROOT = Path(__file__).parents[2]

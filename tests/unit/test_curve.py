@@ -9,9 +9,10 @@ import zmq
 from zmq.utils import z85
 
 from common import limits
-from common.config import DecodeConfig, PrefillConfig
+from common.decode_config import DecodeConfig
 from common.errors import ConfigError
 from common.messages import Bye, StatusReply
+from common.prefill_config import PrefillConfig
 from transport import key_files
 from transport.curve import Denial, decide, refusal_of, with_denials
 from transport.key_files import (

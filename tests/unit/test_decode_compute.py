@@ -18,6 +18,7 @@ from common.kv_convert import KvConverter
 from common.log import NodeLog
 from common.messages import PrefillDone
 from common.sampling import SamplingParams
+from decode_node import commands
 from decode_node import events as ev
 from decode_node.compute import DecodeCompute, ImportFrom
 from decode_node.kv_import import KvSource
@@ -76,7 +77,7 @@ class Bench:
 
     def sample_and_import(self) -> list[object]:
         """Until the copy has ended and decode has begun; what compute said."""
-        self.compute._sample_first(ev.SampleFirst("job", self.record, SAMPLING))
+        self.compute._sample_first(commands.SampleFirst("job", self.record, SAMPLING))
         first = expected_tokens(PROMPT, 1)[0]
         self.compute._start_import(ImportFrom("job", 0, self.source, self.record, first))
         while self.compute._filling:
@@ -108,17 +109,17 @@ def test_a_good_copy_is_decoded_without_another_word(bench: Bench) -> None:
 
 def test_a_job_forgotten_between_its_copy_and_its_first_step_is_not_decoded(bench: Bench) -> None:
     bench.sample_and_import()
-    bench.compute._forget_job(ev.ForgetJob("job", known_to_compute=True))
+    bench.compute._forget_job(commands.ForgetJob("job", known_to_compute=True))
     bench.compute._work()
-    bench.compute._stop_lane(ev.StopLane(0))
+    bench.compute._stop_lane(commands.StopLane(0))
 
     assert bench.mailbox.take() == [ev.LaneStopped(0)]
 
 
 def test_a_job_forgotten_during_its_copy_ends_with_the_copy(bench: Bench) -> None:
-    bench.compute._sample_first(ev.SampleFirst("job", bench.record, SAMPLING))
+    bench.compute._sample_first(commands.SampleFirst("job", bench.record, SAMPLING))
     bench.compute._start_import(ImportFrom("job", 0, bench.source, bench.record, 0))
-    bench.compute._forget_job(ev.ForgetJob("job", known_to_compute=True))
+    bench.compute._forget_job(commands.ForgetJob("job", known_to_compute=True))
     while bench.compute._filling:
         bench.compute._fill(0)
     bench.compute._work()

@@ -10,12 +10,13 @@ import itertools
 import numpy as np
 import pytest
 
-from common.config import DecodeConfig, PrefillConfig
+from common.decode_config import DecodeConfig
 from common.engines.emulated import EmulatedDecodeEngine, EmulatedPrefillEngine
 from common.engines.registry import EngineSettings
 from common.errors import ConfigError, InvariantViolation
 from common.kv_convert import KvConverter, KvForm
 from common.kv_layout import chunk_bounds
+from common.prefill_config import PrefillConfig
 from tests.oracle import expected_tokens, oracle_kv, oracle_logits
 
 CHUNK = 16

@@ -24,6 +24,7 @@ from common.messages import (
     Submit,
 )
 from common.sampling import SamplingParams
+from decode_node import commands
 from decode_node import events as ev
 from decode_node.core import DecodeCore
 from decode_node.scheduler import Route
@@ -313,7 +314,7 @@ def test_k11_the_loss_of_one_prefill_node_is_nothing_to_the_jobs_of_the_other() 
         0,
     )
     effects = world.step(ev.WorkerMessage(kept.session, record))
-    assert {type(effect) for effect in effects} >= {ev.SampleFirst}
+    assert {type(effect) for effect in effects} >= {commands.SampleFirst}
     assert world.core.accepting, "one prefill node is enough"
 
 

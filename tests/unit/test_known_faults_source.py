@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from common.config import DecodeConfig, PrefillConfig
+from common.decode_config import DecodeConfig
 from common.endpoints import is_local
+from common.prefill_config import PrefillConfig
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("common", "transport", "prefill_node", "decode_node", "scripts")

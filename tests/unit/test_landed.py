@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import ErrorCode
 from common.messages import HelloOk, Release, TcpPlane
-from decode_node import events as ev
+from decode_node import commands
 from prefill_node import events as prefill_ev
 from tests.actors import DECODE_SETTINGS, ROUTE, TIMES, WORKER
 from tests.devices import PROFILE, expected_tokens
@@ -52,7 +52,7 @@ def test_a_record_without_its_chunks_gives_the_first_token_and_nothing_more(pair
     pair.compute()
     assert pair.client.tokens("a") == expected_tokens(PROMPT, 1), "its KV is not here and it is out"
     assert pair.slot_states() == ["producing"]
-    assert not [item for item in pair.device.commands if isinstance(item, ev.StartImport)]
+    assert not [item for item in pair.device.commands if isinstance(item, commands.StartImport)]
     pair.arrive_late()
     pair.hold_pieces = False
     pair.finish()
@@ -297,7 +297,7 @@ def test_while_one_job_decodes_the_next_one_lands_and_its_import_waits_for_the_l
     pair.prefill_all()
     assert pair.slot_states() == ["ready"]
     pair.decode_steps(2)
-    assert [item for item in pair.device.commands if isinstance(item, ev.StartImport)] == []
+    assert [item for item in pair.device.commands if isinstance(item, commands.StartImport)] == []
     pair.finish()
     pair.check_finished("a", PROMPT, 6)
     pair.check_finished("b", OTHER)

@@ -7,8 +7,9 @@ import pytest
 
 import transport.launch.pair
 from common.command_line import parse
-from common.config import DecodeConfig, PrefillConfig
+from common.decode_config import DecodeConfig
 from common.errors import NodeUnavailable
+from common.prefill_config import PrefillConfig
 from transport.launch.pair import BACKENDS, Pair, PairPlan, split_cpus
 
 

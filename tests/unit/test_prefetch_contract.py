@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.config import DecodeConfig
+from common.decode_config import DecodeConfig
 from common.errors import ConfigError, ErrorCode, ExitStatus
 from common.messages import Cancel, Failed, Finished
 from decode_node.scheduler import Route, Scheduler

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import transport.daemon
-from common.config import PrefillConfig
 from common.errors import ExitStatus, InvariantViolation, check
 from common.limits import STEPS_PER_CHECK
 from common.log import NodeLog
+from common.prefill_config import PrefillConfig
 from common.story import reason_of
 from prefill_node.events import ChunkComputed, StopRequested
 from tests.actors import PrefillSide

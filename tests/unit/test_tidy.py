@@ -120,6 +120,7 @@ def cores_import_data_only(module: Module) -> Iterator[str]:
     if not PURE.fullmatch(module.path):
         return
     impure = {"common.clock", "common.ids", "common.log", "common.hooks", "common.cpus", "common.config"}
+    impure |= {"common.prefill_config", "common.decode_config"}
     for name in module.imports:
         top = name.split(".")[0]
         if name in impure or top not in PURE_STDLIB | PURE_OTHERS | LAYERS.keys():

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from common.clock import now_ms, pause_ms
-from common.config import DecodeConfig, NodeConfig, PrefillConfig, flag_of
+from common.config import NodeConfig, flag_of
 from common.config_file import ConfigFile, FileValue
 from common.cpus import available_cpus
+from common.decode_config import DecodeConfig
 from common.errors import ConfigError, ExitStatus, NodeUnavailable, TandemError
+from common.prefill_config import PrefillConfig
 from transport.client import Client
 from transport.key_files import PUBLIC_SUFFIX, ClientKeys, connecting_keys
 from transport.launch.daemon_process import DaemonProcess
