@@ -53,24 +53,27 @@ class BlockStore:
         """Copy a block's KV to a place, and keep the digest of the copy.
 
         piece: `[layer, 2, token, kv_head, ...]`, of any item type, whose last axis is contiguous and as many
-        bytes long as the layout says. The place may not be read between a write that raised and the next.
+        bytes long as the layout says. Until a write has ended well, the place does not read.
         """
-        self._digests.pop(place, None)
+        self.empty(place)
         rows = piece.view(np.uint8)
         check(rows.shape == self.block_shape, f"a block of shape {rows.shape}, not {self.block_shape}")
         kept = self._memory[place]
         np.copyto(kept, rows)
         self._digests[place] = bytes_digest(kept)
 
+    def empty(self, place: int) -> None:
+        """The place holds nothing any more, until it is written."""
+        self._digests.pop(place, None)
+
     def read(self, place: int) -> np.ndarray:
         """The bytes of a place, verified now; read-only, and valid until the place is written again.
 
-        Raises `BlockCorrupt`. To read what was never written is our mistake.
+        Raises `BlockCorrupt`, for a place that holds nothing too.
         """
-        check(place in self._digests, f"place {place} was never written")
         kept = self._memory[place]
         kept.flags.writeable = False
-        if bytes_digest(kept) != self._digests[place]:
+        if place not in self._digests or bytes_digest(kept) != self._digests[place]:
             raise BlockCorrupt(place)
         return kept
 

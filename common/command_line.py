@@ -80,7 +80,7 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> N
     is_switch = field.annotation is bool
     look = Flag("") if is_switch else _look(field)
     default = ("on" if field.default else "off") if is_switch else field.default
-    default = look.unset if default is None else default
+    default = look.unset if default in (None, ()) else default
     explanation = f"{field.description} (default: {default}; environment: {variable_of(name)})"
     arguments: dict[str, Any] = {"dest": name, "help": explanation.replace("%", "%%")}
     if is_switch:

@@ -57,14 +57,16 @@ SLOT_TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
 class SourceState(StrEnum):
     """A slot of the slab, as the prefill node sees it.
 
-    POOL: granted to nobody. SENDING: compute is through with it, and its completion waits until everything
-    sent from it has left. ABANDONED: of an ended session, and not let go of yet.
+    POOL: granted to nobody. PAUSED: begun, and waiting for one that is more urgent. SENDING: compute is
+    through with it, and its completion waits until everything sent from it has left. ABANDONED: of an ended
+    session, and not let go of yet.
     """
 
     POOL = "pool"
     IDLE = "idle"
     QUEUED = "queued"
     COMPUTING = "computing"
+    PAUSED = "paused"
     SENDING = "sending"
     HELD = "held"
     ABANDONED = "abandoned"
@@ -74,8 +76,10 @@ class SourceEvent(StrEnum):
     """What happens to a slot of the slab. LET_GO: neither compute nor a send uses an abandoned slot."""
 
     GRANTED = "granted"
+    RETURNED = "returned"
     PREFILL = "prefill"
     COMPUTE_STARTED = "compute_started"
+    PREEMPTED = "preempted"
     COMPUTE_ENDED = "compute_ended"
     DONE = "done"
     FAILED = "failed"
@@ -88,6 +92,7 @@ class SourceEvent(StrEnum):
 SOURCE_TRANSITIONS: dict[tuple[SourceState, SourceEvent], SourceState] = {
     (SourceState.POOL, SourceEvent.GRANTED): SourceState.IDLE,
     (SourceState.IDLE, SourceEvent.PREFILL): SourceState.QUEUED,
+    (SourceState.IDLE, SourceEvent.RETURNED): SourceState.POOL,
     (SourceState.IDLE, SourceEvent.SESSION_ENDED): SourceState.POOL,
     (SourceState.QUEUED, SourceEvent.COMPUTE_STARTED): SourceState.COMPUTING,
     (SourceState.QUEUED, SourceEvent.CANCELLED): SourceState.IDLE,
@@ -98,6 +103,12 @@ SOURCE_TRANSITIONS: dict[tuple[SourceState, SourceEvent], SourceState] = {
     (SourceState.COMPUTING, SourceEvent.CANCELLED): SourceState.IDLE,
     (SourceState.COMPUTING, SourceEvent.SESSION_ENDED): SourceState.ABANDONED,
     (SourceState.COMPUTING, SourceEvent.COMPUTE_ENDED): SourceState.SENDING,
+    (SourceState.COMPUTING, SourceEvent.PREEMPTED): SourceState.PAUSED,
+    (SourceState.PAUSED, SourceEvent.COMPUTE_STARTED): SourceState.COMPUTING,
+    (SourceState.PAUSED, SourceEvent.FAILED): SourceState.IDLE,
+    (SourceState.PAUSED, SourceEvent.CANCELLED): SourceState.IDLE,
+    (SourceState.PAUSED, SourceEvent.SESSION_ENDED): SourceState.ABANDONED,
+    (SourceState.PAUSED, SourceEvent.COMPUTE_ENDED): SourceState.SENDING,
     (SourceState.SENDING, SourceEvent.DONE): SourceState.HELD,
     (SourceState.SENDING, SourceEvent.FAILED): SourceState.IDLE,
     (SourceState.SENDING, SourceEvent.CANCELLED): SourceState.IDLE,

@@ -165,6 +165,20 @@ class Grant:
 
 
 @wire
+class GrantLimit:
+    """The session's share of the slots: those beyond come back by RETURN_SLOTS, each once it is FREE."""
+
+    slots: Count
+
+
+@wire
+class ReturnSlots:
+    """The decode node gives back slots that are FREE; they are not its own any more."""
+
+    slots: tuple[SlotIndex, ...]
+
+
+@wire
 class Draining:
     """The prefill node is about to stop: no more PREFILL, please."""
 
@@ -174,7 +188,7 @@ class Prefill:
     """Compute the KV of `prompt` (int32 little-endian ids) into a slot; exactly one completion answers.
 
     send_from: KV of earlier positions is not wanted. cache_digest: prompts of which this is the same may
-    share KV; empty for none.
+    share KV; empty for none. urgent: a lane waits for it, so it goes before those that are not.
     """
 
     job_id: Name
@@ -185,6 +199,15 @@ class Prefill:
     send_from: Count
     budget_ms: Count
     cache_digest: bytes = b""
+    urgent: bool = False
+
+
+@wire
+class Hurry:
+    """A lane has come to wait for (slot, epoch): it is urgent now. A no-op once that epoch was answered."""
+
+    slot: SlotIndex
+    epoch: Epoch
 
 
 @wire
@@ -282,11 +305,14 @@ MESSAGE_TYPES: dict[int, type] = {
     7: Bye,
     8: Grant,
     9: Draining,
+    10: GrantLimit,
+    11: ReturnSlots,
     20: Prefill,
     21: PrefillDone,
     22: PrefillFailed,
     23: Cancel,
     24: Release,
+    25: Hurry,
     30: BulkOpen,
     31: Credit,
     32: KvPiece,

@@ -36,6 +36,12 @@ class PrefillConfig(NodeConfig):
     source_slots: Annotated[int, Field(ge=1, le=SOURCE_SLOTS), Flag("N")] = Field(
         1, description="prompts whose KV is held at once, computing or waiting to be fetched"
     )
+    slots_per_session: Annotated[
+        Annotated[int, Field(ge=1, le=SOURCE_SLOTS)] | None, Flag("N", unset="an equal share")
+    ] = Field(
+        None,
+        description="most slots that one decode node is granted; several decode nodes share them equally",
+    )
     kv_wire_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = Field(
         "auto",
         description="number format in which KV is sent; auto is the engine's own and changes nothing. Fewer "

@@ -2,8 +2,12 @@
 
 Decides the use of the places of a prefix cache: what a prompt finds there, what is locked, what is written,
 what makes room. Lives inside the core of either node and is changed by it alone; the bytes are
-`common.block_store`'s, on the compute thread. It must never let a block match whose KV is not confirmed,
-give away a place that somebody still reads or writes, or look at a clock.
+`common.block_store`'s, on the compute thread. It must never let a block match whose KV is neither confirmed
+nor promised, give away a place that somebody still reads or writes, or look at a clock.
+
+A block that is being written is promised where the copy to it is ordered before every copy from it: whoever
+looks it up may count on it, and finds out when copying should the promise be broken. Blocks of a file are
+not promised, as the whole file has yet to be verified.
 
 A block is looked up by the chained digest of its tokens, and believed only after its own tokens and the
 identity of the entry before it were compared; identities are numbers that are never used again. So blocks
@@ -60,16 +64,24 @@ class HeldPrefix:
 
 @dataclass(slots=True)
 class _Entry:
-    """One block. parent: identity of the entry before it, or the root of its chain."""
+    """One block. parent: identity of the entry before it, or the root of its chain.
+
+    promised: it may be used while it is being written.
+    """
 
     entry_id: int
     parent: int | bytes
     key: str
     tokens: bytes
     place: int
+    promised: bool = False
     writing: bool = True
     doomed: bool = False
     pins: int = 0
+
+    @property
+    def usable(self) -> bool:
+        return not self.doomed and (self.promised or not self.writing)
 
 
 class PrefixIndex:
@@ -93,11 +105,11 @@ class PrefixIndex:
         self._counters = {"hit_tokens": 0, "missed_tokens": 0, "evictions": 0, "lost_blocks": 0}
 
     def match(self, root: bytes, prompt: bytes) -> Match:
-        """The longest chain of confirmed blocks that `prompt` (int32 little-endian ids) begins with."""
+        """The longest chain of usable blocks that `prompt` (int32 little-endian ids) begins with."""
         found: list[_Entry] = []
         if self._by_key:
             for entry in self._chain(root, prompt, self._keys_of(root, prompt, self.block_tokens)):
-                if entry.writing:
+                if not entry.usable:
                     break
                 found.append(entry)
         return Match(
@@ -114,7 +126,7 @@ class PrefixIndex:
         """
         last = self._entries.get(match.entries[-1]) if match.entries else None
         if match.entries:
-            check(last is not None and not last.writing and not last.doomed, "a lock on blocks that are gone")
+            check(last is not None and last.usable, "a lock on blocks that are gone")
             self._pin(last)
         self._last_lock += 1
         self._locks[self._last_lock] = last.entry_id if last is not None else 0
@@ -136,9 +148,12 @@ class PrefixIndex:
         if entry_id:
             self._unpin(self._entries[entry_id])
 
-    def plan_insert(self, root: bytes, tokens: bytes, valid_tokens: int) -> list[Store]:
+    def plan_insert(
+        self, root: bytes, tokens: bytes, valid_tokens: int, *, promised: bool = False
+    ) -> list[Store]:
         """Places for the blocks of `tokens` that are not known yet, in order; KV of `valid_tokens` is there.
 
+        promised: they may match from now on, see the module.
         Makes room by evicting what was used longest ago. Where none can be made, or where a key collides, it
         stops: what is stored is always a beginning, without a hole.
         """
@@ -158,7 +173,7 @@ class PrefixIndex:
             if place is None:
                 break
             block = whole[number * size : (number + 1) * size]
-            parent = self._add(parent, root, keys[number], block, place)
+            parent = self._add(parent, root, keys[number], block, place, promised=promised)
             stores.append(Store(parent.entry_id, place, number * self.block_tokens))
         if known is not None:
             self._unpin(known)
@@ -298,11 +313,13 @@ class PrefixIndex:
             self._counters["evictions"] += 1
         return self._returned.pop() if self._returned else None
 
-    def _add(self, parent: _Entry | None, root: bytes, key: str, tokens: bytes, place: int) -> _Entry:
+    def _add(
+        self, parent: _Entry | None, root: bytes, key: str, tokens: bytes, place: int, promised: bool = False
+    ) -> _Entry:
         """A new entry that is being written, and so pinned with all before it."""
         self._last_entry += 1
         before = root if parent is None else parent.entry_id
-        entry = _Entry(self._last_entry, before, key, tokens, place)
+        entry = _Entry(self._last_entry, before, key, tokens, place, promised)
         self._entries[entry.entry_id] = self._by_key[key] = entry
         self._writing += 1
         self._pin(entry)

@@ -10,7 +10,6 @@ verified.
 import queue
 import threading
 import traceback
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,16 +27,15 @@ from common.kv_layout import chunk_bounds
 from common.log import NodeLog
 from common.log_events import LogEvent
 from common.messages import PrefillDone
-from common.prefix_commands import BlocksStored, Store, StoreBlocks
+from common.prefix_commands import StoreBlocks
 from common.sampling import SamplingParams
 from decode_node import commands
 from decode_node import events as ev
 from decode_node.cache_files import FILE_COMMANDS, CacheFiles
 from decode_node.kv_import import KvImport, KvSource, copy_blocks
+from decode_node.lane_storing import LaneStoring
 from decode_node.sampler import JobSampler
 from transport.loop import Commands, Mailbox
-
-STORING_US = 4_000  # for copies to the prefix cache between two decode steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +81,6 @@ class _Running:
 
 
 @dataclass(slots=True)
-class _Storing:
-    """Blocks of a lane on their way to the prefix cache."""
-
-    lane: int
-    left: deque[Store]
-
-
-@dataclass(slots=True)
 class _Filling:
     """A lane that is being filled: the work left, one piece or chunk per `next`."""
 
@@ -116,7 +106,7 @@ class DecodeCompute:
         self._commands = Commands()
         self._running: dict[int, _Running] = {}
         self._filling: dict[int, _Filling] = {}
-        self._storing: deque[_Storing] = deque()
+        self._storing = LaneStoring(mailbox, self._explain)
         self._idle_since_us: dict[int, int] = {}
         self._store: BlockStore | None = None
         self._files: CacheFiles | None = None
@@ -130,7 +120,7 @@ class DecodeCompute:
             commands.StartDecode: self._start_decode,
             commands.StopLane: self._stop_lane,
             commands.ForgetJob: self._forget_job,
-            StoreBlocks: self._store_blocks,
+            StoreBlocks: self._storing.begin,
             **dict.fromkeys(FILE_COMMANDS, self._start_file),
         }
 
@@ -145,6 +135,7 @@ class DecodeCompute:
     def use_store(self, store: BlockStore, files: CacheFiles | None = None) -> None:
         """Give the prefix cache its memory, and the way to its files, before the first command."""
         self._store = store
+        self._storing.use(store)
         self._files = files
 
     def put(self, command: Any) -> None:
@@ -165,10 +156,11 @@ class DecodeCompute:
         except Exception:
             self._mailbox.put(EngineFailed(traceback.format_exc()))
             return
+        self._storing.read_from(self._engine)
         self._mailbox.put(EngineLoaded(self._engine.capabilities))
         while True:
             filing = self._files is not None and self._files.busy
-            busy = bool(self._running or self._filling or self._storing or filing)
+            busy = bool(self._running or self._filling or self._storing.busy or filing)
             try:
                 command = self._commands.get(block=not busy)
             except queue.Empty:
@@ -186,10 +178,7 @@ class DecodeCompute:
             self._fill(lane)
         if self._running:
             self._step_lanes()
-        # Soon, because the next job may begin with the same; but no step waits for all of it.
-        until_us = now_us() + STORING_US
-        while self._storing and now_us() < until_us:
-            self._store_one(self._storing[0])
+        self._storing.work()
         if self._files is not None and self._files.busy:
             self._files.work()
 
@@ -216,7 +205,7 @@ class DecodeCompute:
         return self._samplers[job_id]
 
     def _start_import(self, command: ImportFrom) -> None:
-        self._finish_storing(command.lane)
+        self._storing.finish(command.lane, command.places)
         if command.sampling is not None:
             self._sampler(command.job_id, command.sampling)
         work = self._import(command)
@@ -257,7 +246,7 @@ class DecodeCompute:
         )
 
     def _start_local_prefill(self, command: commands.StartLocalPrefill) -> None:
-        self._finish_storing(command.lane)
+        self._storing.finish(command.lane, command.places)
         work = self._local_prefill(command)
         self._filling[command.lane] = _Filling(command.job_id, work)
 
@@ -313,7 +302,7 @@ class DecodeCompute:
         if self._running.pop(command.lane, None) is not None:
             self._idle_since_us[command.lane] = now_us()
         self._filling.pop(command.lane, None)
-        self._finish_storing(command.lane)
+        self._storing.finish(command.lane)
         self._engine.set_length(command.lane, 0)
         self._mailbox.put(ev.LaneStopped(command.lane))
 
@@ -322,32 +311,6 @@ class DecodeCompute:
         # A job that ended while its copy did has begun to decode; StopLane follows.
         for lane in [lane for lane, item in self._running.items() if item.job_id == command.job_id]:
             self._end_decode(lane)
-
-    def _store_blocks(self, command: StoreBlocks) -> None:
-        self._storing.append(_Storing(command.holder, deque(command.stores)))
-
-    def _finish_storing(self, lane: int) -> None:
-        """The lane's KV is about to change: copy what is still to be copied from there."""
-        for storing in [item for item in self._storing if item.lane == lane]:
-            while storing in self._storing:
-                self._store_one(storing)
-
-    def _store_one(self, storing: _Storing) -> None:
-        """Copy one block of a lane to the prefix cache."""
-        block = storing.left.popleft()
-        tokens, layers = self._store.block_shape[2], self._store.block_shape[0]
-        start = block.start_tokens
-        if not storing.left:
-            self._storing.remove(storing)
-        try:
-            self._store.write(
-                block.place, self._engine.read_kv(storing.lane, 0, layers, start, start + tokens)
-            )
-        except Exception as error:
-            self._explain(error, f"lane {storing.lane}")
-            self._mailbox.put(BlocksStored((), (block.entry_id,)))
-        else:
-            self._mailbox.put(BlocksStored((block.entry_id,), ()))
 
     def _step_lanes(self) -> None:
         lanes = sorted(self._running)

@@ -23,6 +23,7 @@ from decode_node.invariants import check_decode_core
 from decode_node.jobs import Job
 from decode_node.lane_work import LaneWork
 from decode_node.lanes import Lanes
+from decode_node.pace import Pace
 from decode_node.prefix_cache import PrefixCache
 from decode_node.scheduler import Decision, ImportInto, PrefillLocally, Route, Scheduler, SendPrefill
 from decode_node.settings import DecodeSettings
@@ -44,14 +45,14 @@ class DecodeCore:
         """Raises ValueError for a route that cannot support the prefetch it asks for."""
         self.settings = settings
         self.route = route
-        self.scheduler = Scheduler(route)
+        self.scheduler = Scheduler(route, Pace(settings.chunk_us, settings.profile.chunk_tokens))
         self.lanes = Lanes(route.slots)
         self.workers = Workers(route.prefill_workers, settings.dead_after_ms)
         self.cache = PrefixCache(settings.prefix)
         parts = self.scheduler, self.workers, self.lanes, self.cache
         self.desk = JobDesk(settings, *parts, new_session_id, new_job_id)
         self.watch = ComputeWatch(settings.stall_ms, self.lanes)
-        self.lane_work = LaneWork(self.desk, self.lanes, self.watch, self.cache)
+        self.lane_work = LaneWork(self.desk, self.lanes, self.watch, self.cache, self.scheduler.pace)
         self.handoff = Handoff(
             settings, route, self.scheduler, self.workers, self.desk, self.lane_work, self.cache
         )
@@ -99,6 +100,7 @@ class DecodeCore:
             return []
         was_computing = self.watch.owes
         effects = self._handlers[type(event)](event, now_ms)
+        effects += self.workers.give_back()
         effects += self._schedule(now_ms)
         if self.watch.owes and not was_computing:
             self.watch.began(now_ms)
@@ -172,6 +174,8 @@ class DecodeCore:
             if decision is None:
                 break
             effects += self._apply(decision, now_ms)
+        if lanes_free := self.lanes.free_count:
+            effects += self.workers.hurry(lanes_free, lambda job_id: self.desk.get(job_id).order)
         return effects
 
     def _apply(self, decision: Decision, now_ms: int) -> list[Any]:

@@ -51,15 +51,17 @@ class Handoff:
         self._cache = cache
         self._lanes = lane_work.lanes
         self._watch = lane_work.watch
+        self._pace = scheduler.pace
         self.counters = dict.fromkeys(COUNTERS, 0)
 
     def send_prefill(self, decision: SendPrefill, now_ms: int) -> list[Any]:
         """Carry out the scheduler's word."""
         job, budget_ms = decision.job, self._settings.prefill_timeout_ms
-        if job.total_tokens > self._desk.token_limit:
-            detail = f"{job.total_tokens} tokens do not fit this pair's limit of {self._desk.token_limit}"
-            return self._desk.fail(job, ErrorCode.CONTEXT_LENGTH_EXCEEDED, detail, now_ms)
         worker = self._workers.of(decision.slot.session)
+        limit = min(self._desk.token_limit, worker.max_tokens)
+        if job.total_tokens > limit:
+            detail = f"{job.total_tokens} tokens do not fit this pair's limit of {limit}"
+            return self._desk.fail(job, ErrorCode.CONTEXT_LENGTH_EXCEEDED, detail, now_ms)
         prompt = self._handed_prompt(job, worker.profile)
         job.reservation, effects = worker.send_prefill(
             decision.slot,
@@ -70,7 +72,10 @@ class Handoff:
             now_ms,
             job.expected.send_from,
             job.cache_digest,
+            urgent=not decision.prefetch,
         )
+        job.sent_to = worker.name
+        self._workers.note_sent(job, worker)
         self._desk.leave_queue(job, JobEvent.PREFILL_SENT, now_ms)
         self._desk.timers.set(now_ms + budget_ms, job.job_id, "prefill")
         self.counters["prefetches"] += decision.prefetch
@@ -120,7 +125,7 @@ class Handoff:
 
     def on_worker_lost(self, event: ev.WorkerLost, now_ms: int) -> list[Any]:
         worker = self._workers.get(event.worker)
-        lost, effects = worker.lost(event.session, now_ms)
+        lost, effects = self._workers.lost(event.worker, event.session, now_ms)
         for job_id in lost:
             job = self._owner(job_id)
             job.reservation = None
@@ -198,6 +203,7 @@ class Handoff:
         self.counters["remote_imports"] += 1
         job.cached_tokens_decode = job.expected.send_from
         self._lane_work.decode_started(job, now_ms)
+        self._pace.imported(job.expected.token_count - job.expected.send_from, job.remote_ms)
         return effects + self._cache.keep(job, lane, job.expected.token_count)
 
     def on_timeout(self, job: Job, now_ms: int) -> list[Any]:
@@ -229,6 +235,7 @@ class Handoff:
         job.convert_us = record.convert_us
         job.transfer_us, job.transfer_exposed_us = record.transfer_us, record.transfer_exposed_us
         job.advance(JobEvent.RECORD_ARRIVED, now_ms)
+        self._pace.produced(record.compute_us + record.convert_us, record.transfer_exposed_us)
         problem = record_problem(record, job.expected)
         if problem is not None:
             return self._kv_refused(job, ErrorCode.KV_CORRUPT, problem, now_ms)

@@ -26,8 +26,10 @@ def check_decode_core(core: "DecodeCore") -> None:
     for ledger in ledgers:
         ledger.check()
     lanes.check()
+    # An automatic depth may have been greater when they were sent.
+    depth = core.workers.slot_count if core.route.prefetch_auto else core.route.prefetch_depth
     check(
-        core.workers.live_count <= lanes.count + core.route.prefetch_depth,
+        core.workers.live_count <= lanes.count + depth,
         "INV-6: more productions are held than lanes and depth allow",
     )
     waiting = sum(job.state in _WAITING for job in jobs)

@@ -15,6 +15,8 @@ from common.sampling import SamplingParams
 from decode_node.record import Expected
 from decode_node.slots import Reservation
 
+_IN_LANE = (JobState.IMPORTING, JobState.LOCAL_PREFILLING, JobState.DECODING)
+
 
 @dataclass(slots=True)
 class Job:
@@ -26,7 +28,7 @@ class Job:
     slot is READY. sampling_first: its first token is being sampled. lost: why its KV will not come; the
     policy decides once that token is known. cache_digest, prefix: whose KV it may share, and what it holds of
     the prefix cache. expected: what its production was asked for. generated: ids sampled so far, kept
-    where there is a prefix cache.
+    where there is a prefix cache. sent_to: the prefill node that its prompt last went to.
     """
 
     job_id: str
@@ -55,6 +57,7 @@ class Job:
     lane: int | None = None
     first_token: int | None = None
     force_local: bool = False
+    sent_to: str | None = None
     retries: int = 0
     path: str = "remote"
     finish_reason: str | None = None
@@ -85,6 +88,17 @@ class Job:
     def total_tokens(self) -> int:
         """Positions that the job may need in the end."""
         return self.prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def remote_ms(self) -> int:
+        """What a prompt took that was computed elsewhere, waits for compute and lane left out."""
+        in_lane_us = self.copy_us + self.digest_us - self.prefill_queue_us
+        return max(0, self.stages_ms[JobState.PREFILLING] + in_lane_us // 1_000)
+
+    @property
+    def occupied_ms(self) -> int:
+        """How long the job has had a lane."""
+        return sum(self.stages_ms.get(state, 0) for state in _IN_LANE)
 
     @property
     def keep_token(self) -> bool:

@@ -16,6 +16,7 @@ from decode_node.compute_watch import ComputeWatch
 from decode_node.desk import JobDesk
 from decode_node.jobs import Job
 from decode_node.lanes import Lane, Lanes
+from decode_node.pace import Pace
 from decode_node.prefix_cache import PrefixCache
 from decode_node.scheduler import PrefillLocally
 
@@ -23,8 +24,11 @@ from decode_node.scheduler import PrefillLocally
 class LaneWork:
     """The lanes' side of all jobs."""
 
-    def __init__(self, desk: JobDesk, lanes: Lanes, watch: ComputeWatch, cache: PrefixCache) -> None:
+    def __init__(
+        self, desk: JobDesk, lanes: Lanes, watch: ComputeWatch, cache: PrefixCache, pace: Pace
+    ) -> None:
         self._desk = desk
+        self._pace = pace
         self._cache = cache
         self.lanes = lanes
         self.watch = watch
@@ -69,7 +73,9 @@ class LaneWork:
         job.path = "local"
         job.prefill_busy_us += event.busy_us
         job.cached_tokens_decode = event.cached_tokens
-        self.counters["local_prefill_tokens"] += job.prompt_tokens - job.cached_tokens_decode
+        computed_tokens = job.prompt_tokens - job.cached_tokens_decode
+        self.counters["local_prefill_tokens"] += computed_tokens
+        self._pace.computed_locally(computed_tokens, event.busy_us)
         if event.token_id is None:
             return self._start_decode(job, lane, now_ms) + self._cache.keep(job, lane, job.prompt_tokens)
         job.first_token = event.token_id
@@ -128,4 +134,5 @@ class LaneWork:
         self.lanes.advance(lane, LaneEvent.VACATED)
         job.lane = None
         job.advance(JobEvent.LAST_TOKEN, now_ms)
+        self._pace.lane_released(job.occupied_ms)
         return kept

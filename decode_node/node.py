@@ -21,20 +21,21 @@ from common.cpus import pin_process
 from common.data_planes import SHM, TCP, planes_of
 from common.decode_config import DecodeConfig
 from common.endpoints import bulk_endpoint
-from common.errors import ConfigError, ErrorCode, ExitStatus
+from common.errors import ConfigError, ExitStatus
 from common.hooks import HoldPoints
 from common.ids import new_incarnation, new_job_id, new_session_id
 from common.kv_convert import KvConverter, describe_form
 from common.kv_layout import KvLayout
 from common.log import NodeLog
 from common.log_events import LogEvent
-from common.messages import Accepted, Failed, Finished, HelloOk, NodeProfile, Rejected, Role, ShmPlane
+from common.messages import HelloOk, NodeProfile, Role, ShmPlane
 from common.prefix_commands import StoreBlocks
 from decode_node import commands
 from decode_node import events as ev
 from decode_node.cache_files import FILE_COMMANDS, CacheFiles
 from decode_node.compute import DecodeCompute, EngineFailed, EngineLoaded, ImportFrom
 from decode_node.core import DecodeCore
+from decode_node.job_log import log_answer, log_end
 from decode_node.kv_import import KvSource
 from decode_node.prefix_cache import PrefixSettings
 from decode_node.scheduler import Route
@@ -106,7 +107,10 @@ class DecodeNode:
     def bind(self, loop: Loop) -> str:
         pin_process(self._config.cpus, self._log)
         config = self._config
-        self._worker_keys = connecting_keys(config.key_file, config.server_key)
+        self._worker_keys = {
+            worker: connecting_keys(config.key_file, config.server_key_of(worker))
+            for worker in config.pd_prefill_worker
+        }
         keys = listening_keys(config.key_file, config.allowed_keys)
         link = RouterLink(self._context, config.bind, keys, denial_logger(self._log))
         self._clients = ControlPort(link, give_up_ms=self._config.lease_ms)
@@ -153,6 +157,7 @@ class DecodeNode:
             job_timeout_ms=config.job_timeout_ms,
             prefill_retries=config.prefill_retries,
             planes=planes_of(config.kv_plane),
+            chunk_us=capabilities.chunk_us,
             prefix=PrefixSettings(
                 store.places,
                 identity,
@@ -160,15 +165,15 @@ class DecodeNode:
                 config.prefix_cache_dir is not None,
             ),
         )
-        workers = () if config.pd_prefill_worker is None else (config.pd_prefill_worker,)
         route = Route(
-            prefill_workers=workers,
+            prefill_workers=config.pd_prefill_worker,
             remote_only=config.pd_remote_only,
             backend=config.backend,
             slots=config.slots,
             prefetch_depth=config.prefetch_depth,
+            prefetch_auto=config.prefetch_auto,
             on_prefill_failure=config.on_prefill_failure,
-            min_remote_prompt_tokens=config.min_remote_prompt_tokens,
+            min_remote_prompt_tokens=config.min_remote_tokens,
         )
         core = DecodeCore(settings, route, new_session_id, new_job_id)
         times = LivenessTimes(config.ping_ms, config.suspect_ms, config.dead_after_ms, config.lease_ms)
@@ -178,7 +183,8 @@ class DecodeNode:
         planes = planes_of(config.kv_plane)
         probe = self._probe.name if SHM in planes else None
         connectors = {
-            worker: Connector(times, name, Role.DECODE, settings.profile, planes, probe) for worker in workers
+            worker: Connector(times, name, Role.DECODE, settings.profile, planes, probe)
+            for worker in config.pd_prefill_worker
         }
         self._stack = DecodeStack(Listener(times, core.progress_count), connectors, core)
 
@@ -205,7 +211,7 @@ class DecodeNode:
 
     def execute(self, effect: Any, now_ms: int) -> list[Any]:
         if isinstance(effect, SendFrame):
-            self._log_answer(effect.message)
+            log_answer(self._log, effect.message)
             lost = self._clients.send(with_denials(effect, self._clients.link.clients_denied), now_ms)
             return [] if lost is None else [lost]
         if isinstance(effect, ToWorker):
@@ -249,7 +255,7 @@ class DecodeNode:
             case ev.WorkerRefused(worker=worker, refusal=refusal):
                 self._log.warning(LogEvent.HELLO_REFUSED, peer=worker, detail=refusal.detail)
             case ev.ReportEnd():
-                self._log_end(effect)
+                log_end(self._log, effect)
             case ev.ExitNode(status=status, reason=reason):
                 self.leaving = (status, reason)
         return []
@@ -262,7 +268,7 @@ class DecodeNode:
                 source = self._map(hello_ok.plane, layout)
             else:
                 endpoint = bulk_endpoint(worker, hello_ok.bulk.port)
-                self._sinks[session] = BulkSink(self._context, endpoint, layout, self._worker_keys)
+                self._sinks[session] = BulkSink(self._context, endpoint, layout, self._worker_keys[worker])
                 self._loop.watch(self._sinks[session].sockets)
                 source = Landing(layout)
         except ConfigError as error:
@@ -318,7 +324,7 @@ class DecodeNode:
         match item:
             case OpenSocket(route=route):
                 self._attempt_began(worker)
-                link = DealerLink(self._context, worker, route, self._worker_keys)
+                link = DealerLink(self._context, worker, route, self._worker_keys[worker])
                 self._workers[worker] = ControlPort(link, give_up_ms=self._config.dead_after_ms)
                 self._loop.watch(link.sockets)
             case CloseSocket() if worker in self._workers:
@@ -334,34 +340,6 @@ class DecodeNode:
     def _log_bad_frame(self, item: Any, peer: str) -> None:
         if isinstance(item, BadFrame):
             self._log.warning(LogEvent.PEER_PROTOCOL_ERROR, peer=peer, code=item.code, detail=item.detail)
-
-    def _log_answer(self, message: Any) -> None:
-        match message:
-            case Accepted(job_id=job_id, prompt_tokens=tokens):
-                self._log.info(LogEvent.JOB_ACCEPTED, job=job_id, prompt_tokens=tokens)
-            case Rejected(code=code):
-                # Not the detail, which is for the client: it may quote what the client sent.
-                self._log.warning(LogEvent.JOB_REJECTED, code=code)
-
-    def _log_end(self, end: ev.ReportEnd) -> None:
-        match end.answer:
-            case Finished(reason=reason, path=path, usage=usage, timings=timings):
-                self._log.info(
-                    LogEvent.JOB_FINISHED,
-                    job=end.job_id,
-                    reason=reason,
-                    path=path,
-                    prompt_tokens=usage.prompt_tokens,
-                    completion_tokens=usage.completion_tokens,
-                    total_ms=timings.total_ms,
-                    stages_ms=timings.stages_ms,
-                )
-            case Failed(code=code, detail=detail):
-                self._log.info(LogEvent.JOB_FAILED, job=end.job_id, code=code, detail=detail)
-            case None:
-                self._log.info(
-                    LogEvent.JOB_FAILED, job=end.job_id, code=ErrorCode.CLIENT_GONE, detail=end.cause
-                )
 
     def flush(self, now_ms: int) -> list[Any]:
         events: list[Any] = list(self._clients.flush(now_ms))

@@ -80,14 +80,15 @@ class PrefixCache:
     def keep(self, job: Job, lane: Lane, valid_tokens: int | None = None) -> list[Any]:
         """Store what the lane holds of the job: its prompt and what came of it, but for the last token.
 
-        valid_tokens: how much that is, if it is not all.
+        valid_tokens: how much that is, if it is not all. The blocks are promised: compute carries out its
+        orders one after another, so the next job need not wait for the copy to find them.
         """
         if self.index is None:
             return []
         tokens = job.prompt + b"".join(token_id.to_bytes(4, "little") for token_id in job.generated)
         if valid_tokens is None:
             valid_tokens = len(tokens) // 4 - 1
-        stores = self.index.plan_insert(job.cache_digest, tokens, valid_tokens)
+        stores = self.index.plan_insert(job.cache_digest, tokens, valid_tokens, promised=True)
         return [StoreBlocks(lane.index, tuple(stores))] if stores else []
 
     def on_stored(self, event: BlocksStored, now_ms: int) -> list[Any]:

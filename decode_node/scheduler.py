@@ -16,13 +16,18 @@ from common.lifecycle import JobState
 from common.prefetch_route import check_prefetch_route
 from decode_node.jobs import Job
 from decode_node.lanes import Lane, Lanes
+from decode_node.pace import Pace
 from decode_node.slots import GrantedSlot
 from decode_node.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How prompts may be computed; the flags of the same names say what each means."""
+    """How prompts may be computed; the flags of the same names say what each means.
+
+    prefetch_auto: the depth follows the pace of the jobs, and `prefetch_depth` is the least.
+    min_remote_prompt_tokens: None follows the pace, too.
+    """
 
     prefill_workers: tuple[str, ...]
     remote_only: bool
@@ -30,7 +35,8 @@ class Route:
     slots: int
     prefetch_depth: int = 0
     on_prefill_failure: str = "fail"
-    min_remote_prompt_tokens: int = 0
+    min_remote_prompt_tokens: int | None = 0
+    prefetch_auto: bool = False
 
     @property
     def local_allowed(self) -> bool:
@@ -70,7 +76,7 @@ _SWEEP_PUSHES = 256
 class Scheduler:
     """The queue and the prefilled jobs, both in order of arrival."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: Route, pace: Pace | None = None) -> None:
         """Raises ValueError for a route that cannot support the prefetch it asks for."""
         check_prefetch_route(
             prefill_workers=route.prefill_workers,
@@ -81,6 +87,7 @@ class Scheduler:
             on_prefill_failure=route.on_prefill_failure,
         )
         self.route = route
+        self.pace = pace or Pace()
         self._queued: list[_Place] = []
         self._prefilled: list[_Place] = []
         self._pushes = 0
@@ -106,13 +113,22 @@ class Scheduler:
         return _first(self._queued, JobState.QUEUED)
 
     def depth(self, granted_count: int) -> int:
-        """The depth in force: what was asked for, at most the slots there are."""
-        return min(self.route.prefetch_depth, granted_count)
+        """The depth in force: what was asked for, or what the pace asks for, at most the slots there are."""
+        wanted = self.route.prefetch_depth
+        if self.route.prefetch_auto:
+            wanted = max(wanted, self.pace.depth(self.route.slots))
+        return min(wanted, granted_count)
+
+    def min_remote_tokens(self, token_limit: int) -> int:
+        """Shorter prompts are computed here, where that is allowed."""
+        asked = self.route.min_remote_prompt_tokens
+        return self.pace.min_remote_tokens(token_limit) if asked is None else asked
 
     def goes_local(self, job: Job, workers: Workers) -> bool:
         """Whether this node is to compute the job's prompt."""
-        short = job.prompt_tokens < self.route.min_remote_prompt_tokens
-        if job.force_local or (self.route.local_allowed and (short or not workers.usable)):
+        if job.force_local or (self.route.local_allowed and not workers.usable):
+            return True
+        if self.route.local_allowed and job.prompt_tokens < self.min_remote_tokens(workers.max_tokens):
             return True
         # Without logits the last prompt token is this node's in any case: nothing is left to send.
         return job.prompt_tokens == 1 and workers.usable and not workers.logits
@@ -135,8 +151,10 @@ class Scheduler:
             # A lane that a production was sent for is not taken from it.
             unclaimed = lane is not None and lanes.free_count > held
             return PrefillLocally(job, lane) if unclaimed else None
-        slot = workers.reservable()
-        if slot is None or held >= lanes.free_count + self.depth(workers.granted_count):
+        if held >= lanes.free_count + self.depth(workers.granted_count):
+            return None
+        slot = workers.choose(job)
+        if slot is None:
             return None
         return SendPrefill(job, slot, prefetch=held >= lanes.free_count)
 

@@ -15,7 +15,8 @@ from decode_node.prefix_cache import PrefixSettings
 class DecodeSettings:
     """Durations and limits: the flags of the same names.
 
-    prefix: None without a prefix cache. planes: data planes that prefill nodes are asked for.
+    prefix: None without a prefix cache. planes: data planes that prefill nodes are asked for. chunk_us: what
+    the engine takes for a chunk of a local prefill, 0 if that is not known.
     """
 
     incarnation: str
@@ -31,3 +32,4 @@ class DecodeSettings:
     job_timeout_ms: int
     prefix: PrefixSettings | None = None
     planes: tuple[str, ...] = (SHM,)
+    chunk_us: int = 0

@@ -30,8 +30,9 @@ class Reservation:
 class GrantedSlot:
     """One slot of the ledger. job_id is None while FREE and, in effect, while ORPHANED (kept for people).
 
-    record_here, chunks_here: which of the two that make a PRODUCING slot READY have arrived; where the slot
-    is read in shared memory, the chunks are there with the record.
+    urgent: a lane waits for its production, and the producer knows. record_here, chunks_here: which of the
+    two that make a PRODUCING slot READY have arrived; where the slot is read in shared memory, the chunks are
+    there with the record.
     """
 
     session: str
@@ -42,6 +43,7 @@ class GrantedSlot:
     job_id: str | None = None
     since_ms: int = 0
     cause: str = ""
+    urgent: bool = False
     record_here: bool = False
     chunks_here: bool = False
 
@@ -93,6 +95,15 @@ class SlotLedger:
         self.granted_count += len(grants)
         return True
 
+    def give_back(self, limit: int) -> tuple[int, ...]:
+        """Let go of FREE slots until at most `limit` slots are left, if there are so many; which they are."""
+        free = [slot.index for slot in self._slots.values() if slot.state is _FREE]
+        returned = tuple(free[: max(0, self.granted_count - limit)])
+        for index in returned:
+            del self._slots[index]
+        self.granted_count -= len(returned)
+        return returned
+
     def close(self) -> list[str]:
         """End the session; ids of the jobs whose completion will never come."""
         lost = [slot.job_id for slot in self._slots.values() if slot.state is SlotState.PRODUCING]
@@ -112,12 +123,15 @@ class SlotLedger:
                 return slot
         return None
 
-    def reserve(self, slot: GrantedSlot, job_id: str, now_ms: int, chunks_here: bool = True) -> Reservation:
+    def reserve(
+        self, slot: GrantedSlot, job_id: str, now_ms: int, chunks_here: bool = True, urgent: bool = False
+    ) -> Reservation:
         """Give a reservable slot to a job, under a greater epoch. chunks_here: none will have to land."""
         self._advance(slot, SlotEvent.RESERVED, now_ms)
         slot.last_epoch += 1
         slot.job_id = job_id
         slot.cause = ""
+        slot.urgent = urgent
         slot.record_here, slot.chunks_here = False, chunks_here
         return slot.reservation
 
@@ -143,6 +157,15 @@ class SlotLedger:
     def survivors(self) -> Iterator[GrantedSlot]:
         """Slots of ended sessions that are still wanted."""
         return iter(self._survivors.values())
+
+    @property
+    def survivor_count(self) -> int:
+        return len(self._survivors)
+
+    @property
+    def importing_count(self) -> int:
+        """Slots that are being copied into a lane."""
+        return sum(slot.state is SlotState.IMPORTING for slot in (*self.slots(), *self.survivors()))
 
     @property
     def live_count(self) -> int:

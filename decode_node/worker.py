@@ -17,14 +17,17 @@ from common.messages import (
     Cancel,
     Draining,
     Grant,
+    GrantLimit,
     HelloOk,
     HelloRefused,
+    Hurry,
     NodeProfile,
     Pong,
     Prefill,
     PrefillDone,
     PrefillFailed,
     Release,
+    ReturnSlots,
 )
 from decode_node.events import ClosePlane, CloseWorker, SendToWorker, WorkerSuspected
 from decode_node.slots import GrantedSlot, Reservation, SlotLedger
@@ -62,6 +65,7 @@ class Worker:
         self._peer_progress = 0
         self._progress_ms = 0
         self._lands = False
+        self._grant_limit: int | None = None
         self.unusable_since_ms = 0
         self.ledger = SlotLedger()
         self.counters = {"orphans": 0, "late_completions": 0, "prefills_sent": 0, "sessions": 0}
@@ -118,6 +122,7 @@ class Worker:
         self._progress_ms = now_ms
         self._peer_progress = 0
         self._lands = hello.bulk is not None
+        self._grant_limit = None
         self.counters["sessions"] += 1
 
     def refused(self, refusal: HelloRefused) -> None:
@@ -150,14 +155,23 @@ class Worker:
         now_ms: int,
         send_from: int = 0,
         cache_digest: bytes = b"",
+        urgent: bool = False,
     ) -> tuple[Reservation, list[Any]]:
         """Reserve a slot and send the PREFILL that fills it."""
         if not self._owes():
             self._progress_ms = now_ms
-        reservation = self.ledger.reserve(slot, job_id, now_ms, chunks_here=not self._lands)
+        reservation = self.ledger.reserve(slot, job_id, now_ms, not self._lands, urgent)
         self.counters["prefills_sent"] += 1
         request = Prefill(
-            job_id, slot.index, reservation.epoch, prompt, prompt_digest, send_from, budget_ms, cache_digest
+            job_id,
+            slot.index,
+            reservation.epoch,
+            prompt,
+            prompt_digest,
+            send_from,
+            budget_ms,
+            cache_digest,
+            urgent,
         )
         return reservation, [SendToWorker(reservation.session, request)]
 
@@ -174,11 +188,28 @@ class Worker:
             return None, []
         if isinstance(message, Grant) and self.ledger.grant(message.grants, now_ms):
             return None, []
+        if isinstance(message, GrantLimit):
+            self._grant_limit = message.slots
+            return None, []
         if isinstance(message, Draining):
             self._draining = True
             self.unusable_since_ms = now_ms
             return None, self._goodbye_if_drained()
         return None, [self._protocol_error(f"{type(message).__name__} is not expected here")]
+
+    def give_back(self) -> list[Any]:
+        """Return the FREE slots that others are to have; those in use follow when they are FREE."""
+        if self._grant_limit is None or self._closing or self._hello is None:
+            return []
+        returned = self.ledger.give_back(self._grant_limit)
+        return [SendToWorker(self.session, ReturnSlots(returned))] if returned else []
+
+    def hurry(self, slot: GrantedSlot) -> list[Any]:
+        """A lane has come to wait for what is produced in that slot of the open session."""
+        if self._closing:
+            return []
+        slot.urgent = True
+        return [SendToWorker(slot.session, Hurry(slot.index, slot.last_epoch))]
 
     def detach(self, reservation: Reservation, cause: str, now_ms: int) -> list[Any]:
         """The job lets go of its reservation, wherever the slot stands. IMPORTING waits for the copy."""

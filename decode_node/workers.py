@@ -5,11 +5,15 @@ decode core and its parts. Sessions are named by the prefill nodes at random, so
 node; it must never be looked for by job.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from typing import Any
 
 from common.errors import check
+from common.lifecycle import SlotState
+from decode_node.affinity import PrefixAffinity
 from decode_node.events import WorkerSuspected
+from decode_node.jobs import Job
 from decode_node.slots import GrantedSlot, Reservation
 from decode_node.worker import Completion, Worker
 from transport.bulk import ChunksLanded, PiecesMoved
@@ -20,6 +24,7 @@ class Workers:
 
     def __init__(self, names: Iterable[str], dead_after_ms: int) -> None:
         self._workers = {name: Worker(name, dead_after_ms) for name in names}
+        self._affinity = PrefixAffinity()
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -39,9 +44,9 @@ class Workers:
 
     @property
     def max_tokens(self) -> int | None:
-        """What a slot of every open session holds."""
+        """What the largest slot of an open session holds."""
         known = [worker.max_tokens for worker in self if worker.max_tokens is not None]
-        return min(known, default=None)
+        return max(known, default=None)
 
     @property
     def logits(self) -> bool:
@@ -54,6 +59,11 @@ class Workers:
         return sum(worker.ledger.granted_count for worker in self if worker.usable)
 
     @property
+    def slot_count(self) -> int:
+        """All slots granted, and survivors: the most productions that can be held."""
+        return sum(worker.ledger.granted_count + worker.ledger.survivor_count for worker in self)
+
+    @property
     def live_count(self) -> int:
         """PRODUCING, READY and IMPORTING slots, survivors included."""
         return sum(worker.ledger.live_count for worker in self)
@@ -62,18 +72,63 @@ class Workers:
     def idle(self) -> bool:
         return all(worker.ledger.idle for worker in self)
 
-    def reservable(self) -> GrantedSlot | None:
-        """A slot for the next production, of the node with the least work; None when there is none."""
-        candidates = [
-            (worker.work_count, slot)
+    def choose(self, job: Job) -> GrantedSlot | None:
+        """A slot for the job's production, None when none is free.
+
+        Of the nodes whose slots hold the job: rather not the one where it has just failed; of the others one
+        with the least work, or with one production more if it was sent the beginning of the prompt before.
+        """
+        usable = [worker for worker in self if worker.usable]
+        fitting = [worker for worker in usable if job.total_tokens <= worker.max_tokens] or usable
+        slots = {worker.name: worker.ledger.reservable() for worker in fitting}
+        candidates = [worker for worker in fitting if slots[worker.name] is not None]
+        if len(candidates) <= 1:
+            return slots[candidates[0].name] if candidates else None
+        known = self._affinity.known_tokens(job.cache_digest, job.prompt)
+        least = min(worker.work_count for worker in candidates)
+
+        def preference(worker: Worker) -> tuple[bool, bool, int, int]:
+            more = worker.work_count - least
+            return worker.name == job.sent_to, more > 1, -known.get(worker.name, 0), more
+
+        return slots[min(candidates, key=preference).name]
+
+    def note_sent(self, job: Job, worker: Worker) -> None:
+        """The job's prompt goes to that node: what begins like it had better follow."""
+        if len(self._workers) > 1:
+            self._affinity.note(job.cache_digest, job.prompt, worker.name)
+
+    def give_back(self) -> list[Any]:
+        """See `Worker.give_back`."""
+        return [effect for worker in self for effect in worker.give_back()]
+
+    def hurry(self, lanes_free: int, order_of: Callable[[str], int]) -> list[Any]:
+        """Tell the producers of what free lanes wait for, if they do not know.
+
+        order_of: a job's place in the queue, by its id.
+        """
+        calm = [
+            (order_of(slot.job_id), worker, slot)
             for worker in self
-            if worker.usable and (slot := worker.ledger.reservable()) is not None
+            for slot in worker.ledger.slots()
+            if slot.state is SlotState.PRODUCING and not slot.urgent
         ]
-        return min(candidates, key=lambda candidate: candidate[0], default=(0, None))[1]
+        if not calm:
+            return []
+        # All others that are held have a lane, or will take one of the free ones first.
+        importing = sum(worker.ledger.importing_count for worker in self)
+        wanted = max(0, lanes_free - (self.live_count - len(calm) - importing))
+        first = sorted(calm, key=itemgetter(0))[:wanted]
+        return [effect for _, worker, slot in first for effect in worker.hurry(slot)]
 
     def of(self, session: str) -> Worker | None:
         """The node that has, or had, this session; None when nothing of it is left."""
         return next((worker for worker in self if worker.knows(session)), None)
+
+    def lost(self, name: str, session: str, now_ms: int) -> tuple[list[str], list[Any]]:
+        """See `Worker.lost`; what the node's cache held is in doubt."""
+        self._affinity.forget(name)
+        return self._workers[name].lost(session, now_ms)
 
     def on_suspected(self, event: WorkerSuspected, now_ms: int) -> list[Any]:
         worker = self.of(event.session)

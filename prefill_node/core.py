@@ -21,11 +21,14 @@ from common.messages import (
     ClientError,
     Draining,
     Grant,
+    GrantLimit,
     Hello,
     HelloOk,
     HelloRefused,
+    Hurry,
     Prefill,
     Release,
+    ReturnSlots,
     Role,
     StatusReply,
     StatusRequest,
@@ -118,7 +121,8 @@ class PrefillCore:
     def check(self) -> None:
         """Raise `InvariantViolation` when the parts of the state contradict each other."""
         self.grants.check()
-        queued = [slot.index for slot in self.grants if slot.state is SourceState.QUEUED]
+        waiting = (SourceState.QUEUED, SourceState.PAUSED)
+        queued = [slot.index for slot in self.grants if slot.state in waiting]
         check(sorted(queued) == sorted(self.line.queue), "INV-1: the queue and the slots disagree")
         for slot in self.grants:
             abandoned = slot.state is SourceState.ABANDONED
@@ -187,12 +191,28 @@ class PrefillCore:
             detail = f"this prefill node gives KV over {ours}, the decode node takes it over {theirs}"
             return HelloRefused(False, f"{detail}: start both with the same --kv-plane", ("kv_plane",))
         if len(self.grants.sessions) >= self.settings.decode_nodes:
-            return HelloRefused(True, "another decode node holds this prefill node until its lease ends")
+            return HelloRefused(True, self._full())
         return None
 
+    def _full(self) -> str:
+        """Why a further decode node cannot be served."""
+        if self.settings.decode_nodes == 1:
+            return (
+                "another decode node holds this prefill node until its lease ends; start it with"
+                " --source-slots 2 or more to serve several"
+            )
+        return (
+            f"{self.settings.decode_nodes} decode nodes hold a slot each: start this prefill node with more"
+            " --source-slots"
+        )
+
     def _share_pool(self, now_ms: int) -> list[Any]:
-        shares = self.grants.share(now_ms)
-        return [SendMessage(session, Grant(grants)) for session, grants in shares.items()]
+        limits_told = self.grants.changed_shares()
+        granted = self.grants.share(now_ms)
+        return [
+            *(SendMessage(session, GrantLimit(share)) for session, share in limits_told.items()),
+            *(SendMessage(session, Grant(grants)) for session, grants in granted.items()),
+        ]
 
     def _on_session_lost(self, event: SessionLost, now_ms: int) -> list[Any]:
         self.clients.pop(event.session, None)
@@ -220,8 +240,14 @@ class PrefillCore:
                 return self.line.on_prefill(session, message, now_ms, self.draining)
             case Cancel():
                 return self.line.on_cancel(session, message, now_ms)
+            case Hurry():
+                return self.line.on_hurry(session, message, now_ms)
             case Release():
                 return self.line.on_release(session, message, now_ms)
+            case ReturnSlots(slots=slots):
+                if self.grants.take_back(session, slots, now_ms):
+                    return []
+                return protocol_error(session, "RETURN_SLOTS of a slot that is not granted, or not idle")
         return protocol_error(session, f"{type(message).__name__} is not for a prefill node")
 
     def _on_client_mistake(self, event: ClientMistake, now_ms: int) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from common import limits
 from common.errors import ErrorCode, check
 from common.lifecycle import SourceEvent, SourceState
-from common.messages import Cancel, Prefill, PrefillDone, PrefillFailed, Release
+from common.messages import Cancel, Hurry, Prefill, PrefillDone, PrefillFailed, Release
 from common.prefix_commands import BlocksStored, StoreBlocks
 from common.prefix_index import HeldPrefix, PrefixIndex
 from prefill_node.events import (
@@ -37,7 +37,8 @@ from prefill_node.production import (
 )
 from transport.bulk import ChunkOffered, ChunksLetGo, PiecesMoved, SendsDropped
 
-COUNTERS = ("prefills_done", "prefills_failed", "prefills_cancelled")
+COUNTERS = ("prefills_done", "prefills_failed", "prefills_cancelled", "prefills_paused")
+_WAITING = (SourceState.QUEUED, SourceState.PAUSED)
 
 
 class ProductionLine:
@@ -84,8 +85,11 @@ class ProductionLine:
         self.queue = deque(index for index in self.queue if index not in indices)
         self._grants.close(session, now_ms)
         for slot in held:
-            if slot.state is SourceState.ABANDONED and session in self._bulk_sessions:
+            if slot.state is not SourceState.ABANDONED:
+                continue
+            if session in self._bulk_sessions:
                 slot.sending_for = session
+            self._return_to_pool(slot, now_ms)
         self._bulk_sessions.discard(session)
 
     def on_prefill(self, session: str, request: Prefill, now_ms: int, draining: bool) -> list[Any]:
@@ -101,7 +105,7 @@ class ProductionLine:
             self.counters["prefills_failed"] += 1
             return [SendMessage(session, _failure(request, *problem))]
         slot.advance(SourceEvent.PREFILL, now_ms)
-        slot.production = Production(request, now_ms)
+        slot.production = Production(request, now_ms, urgent=request.urgent)
         self.queue.append(slot.index)
         return []
 
@@ -113,11 +117,19 @@ class ProductionLine:
             return protocol_error(session, f"CANCEL for epoch {message.epoch}, which was never used")
         if message.epoch < slot.last_epoch or slot.production is None:
             return []
-        if slot.state is SourceState.QUEUED:
-            return self._abort_queued(slot, ErrorCode.CANCELLED, "cancelled before it began", now_ms)
+        if slot.state in _WAITING:
+            return self._abort_queued(slot, ErrorCode.CANCELLED, "cancelled while it waited", now_ms)
         if slot.state is SourceState.SENDING:
             return self._give_up(slot, ErrorCode.CANCELLED, "cancelled while it was sent", now_ms)
         slot.production.cancelled = True
+        return []
+
+    def on_hurry(self, session: str, message: Hurry, now_ms: int) -> list[Any]:
+        slot = self._grants.find(session, message.slot)
+        if slot is None or message.epoch > slot.last_epoch:
+            return protocol_error(session, f"HURRY for slot {message.slot}, epoch {message.epoch}: not used")
+        if slot.production is not None and message.epoch == slot.last_epoch:
+            slot.production.urgent = True
         return []
 
     def on_release(self, session: str, message: Release, now_ms: int) -> list[Any]:
@@ -129,17 +141,24 @@ class ProductionLine:
         return []
 
     def start_next(self, now_ms: int) -> list[Any]:
-        """Give compute the first production that waits, if it has none.
+        """Give compute the first production that waits, if it has none: of the urgent ones, if there are any.
 
         What the last one leaves in the prefix cache comes first: the next may begin with the same.
         """
         if self.busy or not self.queue:
             return []
-        slot = self._grants[self.queue.popleft()]
+        index = next((index for index in self.queue if self._is_urgent(index)), self.queue[0])
+        self.queue.remove(index)
+        slot = self._grants[index]
         slot.advance(SourceEvent.COMPUTE_STARTED, now_ms)
-        slot.production.started_ms = now_ms
         self.computing = slot
+        if slot.production.started_ms is not None:
+            return [self._run_chunk(slot, now_ms)]
+        slot.production.started_ms = now_ms
         return [self._begin(slot.production, now_ms)]
+
+    def _is_urgent(self, index: int) -> bool:
+        return self._grants[index].production.urgent
 
     def _begin(self, production: Production, now_ms: int) -> RunChunk:
         """Compute's first chunk, with what the prefix cache has of the prompt."""
@@ -173,9 +192,19 @@ class ProductionLine:
         if len(production.digests) < len(production.bounds):
             if now_ms >= production.deadline_ms:
                 return offers + self._expire(slot, now_ms)
+            if not production.urgent and any(self._is_urgent(index) for index in self.queue):
+                self._pause(slot, now_ms)
+                return offers
             return [*offers, self._run_chunk(slot, now_ms)]
         finished = self._finish(slot, terminal_record(production, event, self._settings), now_ms)
         return offers + finished + self._keep(slot, production.request, now_ms)
+
+    def _pause(self, slot: SourceSlot, now_ms: int) -> None:
+        """A prompt that a lane waits for goes first; this one goes on behind it, at its old place."""
+        slot.advance(SourceEvent.PREEMPTED, now_ms)
+        self.counters["prefills_paused"] += 1
+        self.computing = None
+        self.queue.appendleft(slot.index)
 
     def on_compute_failed(self, event: ComputeFailed, now_ms: int) -> list[Any]:
         slot = self._answered(event.slot, event.epoch)
@@ -293,7 +322,7 @@ class ProductionLine:
             self.computing = None
         if not slot.production.sends:
             return self._complete(slot, now_ms)
-        if slot.state is SourceState.COMPUTING:
+        if slot.state is not SourceState.SENDING:
             slot.advance(SourceEvent.COMPUTE_ENDED, now_ms)
         return []
 

@@ -108,9 +108,9 @@ class PrefillNode:
             lease_ms=config.lease_ms,
             stall_ms=stall_ms,
             drain_ms=config.drain_ms,
-            # One decode node, which is granted the whole slab.
-            decode_nodes=1,
-            slots_per_session=config.source_slots,
+            # Each decode node has a slot at least: one that had to wait for a slot could do nothing.
+            decode_nodes=config.source_slots,
+            slots_per_session=config.slots_per_session or config.source_slots,
             planes=planes,
             prefix_places=store.places,
             prefix_block_tokens=config.prefix_block_tokens,

@@ -48,7 +48,8 @@ class Production:
 
     prefix, cached_tokens: what is copied from the prefix cache, held until it is, and how much that is.
     offered, let_go: chunks handed to the data plane, and of these the ones that no longer read the slot.
-    outcome: the completion, once nothing but sends is between it and the decode node.
+    outcome: the completion, once nothing but sends is between it and the decode node. urgent: a lane waits
+    for it.
     """
 
     request: Prefill
@@ -66,6 +67,7 @@ class Production:
     offered: int = 0
     let_go: int = 0
     outcome: PrefillDone | PrefillFailed | None = None
+    urgent: bool = False
 
     @property
     def sends(self) -> bool:

@@ -73,7 +73,7 @@ def _flags(config_class: type[NodeConfig]) -> str:
     for name, field in config_class.model_fields.items():
         look = next((item for item in field.metadata if isinstance(item, Flag)), None)
         unset = "none" if look is None else look.unset
-        default = unset if field.default is None else field.default
+        default = unset if field.default in (None, ()) else field.default
         default = "off" if default is False else default
         rows.append((f"`{flag_of(name)}`", f"`{variable_of(name)}`", default, field.description))
     return table(("flag", "environment", "default", "meaning"), rows)

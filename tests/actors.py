@@ -87,11 +87,12 @@ def names(prefix: str) -> Callable[[], str]:
     return lambda: f"{prefix}-{next(numbers)}"
 
 
-def prefill_settings(incarnation: str, slots: int, profile: NodeProfile = PROFILE) -> PrefillSettings:
+def prefill_settings(
+    incarnation: str, slots: int, profile: NodeProfile = PROFILE, decode_nodes: int = 1
+) -> PrefillSettings:
     plane = ShmPlane(incarnation, slots, MAX_TOKENS * TOKEN_BYTES)
-    return PrefillSettings(
-        incarnation, profile, slots, plane, TOKEN_BYTES, TIMES.lease_ms, STALL_MS, DRAIN_MS, 1, slots
-    )
+    bounds = TIMES.lease_ms, STALL_MS, DRAIN_MS, decode_nodes, slots
+    return PrefillSettings(incarnation, profile, slots, plane, TOKEN_BYTES, *bounds)
 
 
 class PrefillSide:

@@ -17,10 +17,12 @@ BUDGET_MS = 1_500
 class Node:
     """A prefill core, its clock, and what it has said."""
 
-    def __init__(self, slots: int = 2) -> None:
-        self.core = PrefillCore(prefill_settings("p1", slots), names("session"))
+    def __init__(self, slots: int = 2, decode_nodes: int = 1) -> None:
+        settings = prefill_settings("p1", slots, decode_nodes=decode_nodes)
+        self.core = PrefillCore(settings, names("session"))
         self.now_ms = 0
         self.jobs = count(1)
+        self.after_hello: list[Any] = []
         self.session = self.hello().session
 
     def step(self, event: Any, later_ms: int = 0) -> list[Any]:
@@ -31,7 +33,7 @@ class Node:
 
     def hello(self, **changes: Any) -> HelloOk | HelloRefused:
         hello = replace(Hello("d1", 1, Role.DECODE, PROFILE), **changes)
-        [answer] = self.step(ev.HelloReceived(b"route", hello))
+        [answer, *self.after_hello] = self.step(ev.HelloReceived(b"route", hello))
         return answer.message
 
     def say(self, message: Any, session: str | None = None) -> list[Any]:

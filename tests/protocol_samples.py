@@ -33,6 +33,8 @@ SAMPLES = [
     ms.Bye("drained"),
     ms.Grant((ms.SlotGrant(1_023, limits.EPOCH),)),
     ms.Draining(),
+    ms.GrantLimit(3),
+    ms.ReturnSlots((4, 1_023)),
     ms.Prefill(_JOB, 2, 70_000, b"\x01\x00\x00\x00\xff\x7f\x00\x00", "dd" * 16, 0, 120_000),
     ms.PrefillDone(
         _JOB, 2, 70_000, "dd" * 16, 200, 128, 2**31, _DIGESTS, b"\x00\x00\x80\x3f", b"9" * 16, 11, 12
@@ -40,6 +42,7 @@ SAMPLES = [
     ms.PrefillFailed(_JOB, 0, 1, ErrorCode.CANCELLED, "cancelled by the decode node"),
     ms.Cancel(1_023, 300),
     ms.Release(0, 2**32),
+    ms.Hurry(1_023, 300),
     ms.BulkOpen(2**23),
     ms.Credit(2**20),
     ms.KvPiece(2, 70_000, 128, 256, 24, 6),

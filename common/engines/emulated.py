@@ -284,6 +284,7 @@ def _capabilities(
         local_prefill=local_prefill,
         # A second on top for the arithmetic itself and for a machine that wakes sleepers late.
         longest_chunk_ms=1_000 + ceil(longest_ms),
+        chunk_us=round(1_000 * longest_ms),
     )
 
 

@@ -41,7 +41,8 @@ class Capabilities:
     a prompt itself. longest_chunk_ms: an upper bound of one chunk's or step's compute time, from which the
     node derives its stall bound. logits: whether prefill answers the logits of a prompt's last position; if
     not, the prompt is handed over one token short, and the decode engine computes that token. rope_form,
-    head_order, rotary_dim: how KV is written, as `KvForm` has them.
+    head_order, rotary_dim: how KV is written, as `KvForm` has them. chunk_us: what a full chunk takes, as
+    measured at load; 0 for not measured.
     """
 
     identity: ModelIdentity
@@ -56,6 +57,7 @@ class Capabilities:
     logits: bool = True
     head_order: tuple[int, ...] = ()
     rotary_dim: int = 0
+    chunk_us: int = 0
 
     @property
     def form(self) -> KvForm:

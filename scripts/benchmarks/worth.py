@@ -25,7 +25,7 @@ from common.messages import Finished
 from transport.client import Client
 from transport.launch.batch import Batch, BatchJob
 from transport.launch.pair import BACKENDS, Pair, PairPlan
-from transport.launch.remote_worth import (
+from common.remote_worth import (
     LinearCost,
     fit,
     min_remote_prompt_tokens,

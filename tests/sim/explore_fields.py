@@ -92,11 +92,12 @@ EXCLUDED: dict[type, dict[str, str]] = {
         "lane_gap_us": STATISTICS,
         "stages_ms": SPECIAL,
         "kv_here": SPECIAL,
+        "sent_to": "with one prefill node, none is preferred",
         "prompt": "follows from the label",
         "prompt_digest": "follows from the label",
         "sampling": "follows from the label",
     },
-    workers.Workers: {},
+    workers.Workers: {"_affinity": "with one prefill node, none is preferred"},
     worker.Worker: {
         "name": CONSTANT,
         "_dead_after_ms": CONSTANT,
@@ -108,6 +109,7 @@ EXCLUDED: dict[type, dict[str, str]] = {
     slots.GrantedSlot: {"cause": STATISTICS, "record_here": SPECIAL, "chunks_here": SPECIAL},
     scheduler.Scheduler: {
         "route": CONSTANT,
+        "pace": "asked only where the depth or the shortest remote prompt is automatic",
         "_pushes": "breaks ties of equal places, which a job has once",
         "_queued": SPECIAL,
         "_prefilled": SPECIAL,

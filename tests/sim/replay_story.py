@@ -26,6 +26,7 @@ import common.messages
 import common.prefix_commands
 import common.prefix_index
 import common.sampling
+import decode_node.affinity
 import decode_node.cache_orders
 import decode_node.clients
 import decode_node.commands
@@ -37,6 +38,7 @@ import decode_node.handoff
 import decode_node.jobs
 import decode_node.lane_work
 import decode_node.lanes
+import decode_node.pace
 import decode_node.prefix_cache
 import decode_node.record
 import decode_node.scheduler
@@ -71,6 +73,7 @@ MODULES: tuple[ModuleType, ...] = (
     common.prefix_commands,
     common.prefix_index,
     common.sampling,
+    decode_node.affinity,
     decode_node.cache_orders,
     decode_node.clients,
     decode_node.commands,
@@ -82,6 +85,7 @@ MODULES: tuple[ModuleType, ...] = (
     decode_node.jobs,
     decode_node.lane_work,
     decode_node.lanes,
+    decode_node.pace,
     decode_node.prefix_cache,
     decode_node.record,
     decode_node.scheduler,

@@ -74,11 +74,21 @@ def test_what_is_read_cannot_be_written_through() -> None:
         store.read(0)[0] = 0
 
 
-def test_a_place_that_was_never_written_is_our_mistake() -> None:
+def test_a_place_that_was_never_written_does_not_read() -> None:
     store = BlockStore(LAYOUT, BLOCK, BLOCK_BYTES)
-    for ask in (store.read, store.digest):
-        with pytest.raises(InvariantViolation):
-            ask(0)
+    with pytest.raises(BlockCorrupt):
+        store.read(0)
+    with pytest.raises(InvariantViolation):
+        store.digest(0)
+
+
+def test_an_emptied_place_does_not_read_as_what_was_there_before() -> None:
+    store = BlockStore(LAYOUT, BLOCK, BLOCK_BYTES)
+    store.write(0, np.zeros(store.block_shape, dtype=np.uint8))
+    store.read(0)
+    store.empty(0)
+    with pytest.raises(BlockCorrupt):
+        store.read(0)
 
 
 def test_after_a_write_that_failed_the_place_has_nothing_to_read() -> None:
@@ -86,7 +96,7 @@ def test_after_a_write_that_failed_the_place_has_nothing_to_read() -> None:
     store.write(0, slot_of()[:, :, :BLOCK])
     with pytest.raises(InvariantViolation):
         store.write(0, slot_of()[:, :, : BLOCK - 1])
-    with pytest.raises(InvariantViolation):
+    with pytest.raises(BlockCorrupt):
         store.read(0)
 
 

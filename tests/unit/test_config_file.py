@@ -215,7 +215,7 @@ def test_a_daemon_refuses_a_bad_file_at_once(write: Callable[..., str], program:
 def test_the_example_is_accepted_by_both_nodes_and_describes_a_pair() -> None:
     prefill = parsed("--config", str(EXAMPLE), config_class=PrefillConfig)
     decode = parsed("--config", str(EXAMPLE))
-    assert decode.pd_prefill_worker == prefill.bind
+    assert decode.pd_prefill_worker == (prefill.bind,)
     assert decode.prefetch_depth == prefill.source_slots == 1
     assert decode.max_tokens == prefill.max_tokens == 2_048
 
@@ -240,7 +240,7 @@ def test_the_launcher_leaves_to_the_file_what_the_file_says(write: Callable[...,
     assert (prefill.bind, decode.bind, decode.pd_prefill_worker) == (
         "ipc:///own-p",
         "ipc:///file-d",
-        "ipc:///own-p",
+        ("ipc:///own-p",),
     )
 
 
@@ -261,7 +261,8 @@ def test_the_launcher_starts_the_prefill_node_where_the_decode_node_looks_for_it
 ) -> None:
     worker = '[decode]\npd-prefill-worker = "tcp://127.0.0.1:5701"\n'
     prefill, decode = plan_with(write(worker))
-    assert prefill.bind == decode.pd_prefill_worker == "tcp://127.0.0.1:5701"
+    assert prefill.bind == "tcp://127.0.0.1:5701"
+    assert decode.pd_prefill_worker == (prefill.bind,)
     with pytest.raises(ConfigError, match=r"\[decode\] pd-prefill-worker is .*make both equal"):
         plan_with(write(worker + '[prefill]\nbind = "ipc:///elsewhere"\n'))
 

@@ -51,7 +51,7 @@ def test_extra_flags_have_the_last_word() -> None:
 
 def test_alone_means_no_worker() -> None:
     config = parse(DecodeConfig, PairPlan(alone=True).decode_flags("ipc:///d", None, ()), "0", {})
-    assert config.pd_prefill_worker is None
+    assert config.pd_prefill_worker == ()
     assert not config.pd_remote_only
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.launch.remote_worth import (
+from common.remote_worth import (
     LinearCost,
     fit,
     min_remote_prompt_tokens,

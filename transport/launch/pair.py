@@ -30,6 +30,9 @@ BACKENDS = {"torch": ("torch", "torch"), "emulated": ("emulated", "emulated"), "
 EMULATED_MAX_TOKENS = 2_048
 """For tokens of one byte each: the engine's own 1,024 are less than the demonstration's prompts."""
 
+AUTOMATIC_DEPTH_SLOTS = 4
+"""Source slots where the depth of prefetch is found out: it cannot be greater."""
+
 READY_MS = 300_000
 STOP_MS = 45_000
 _TURN_MS = 20
@@ -84,7 +87,7 @@ class PairPlan:
         prefill_endpoint = self.prefill_endpoint or _value(file.prefill, "bind")
         if worker is not None:
             prefill_endpoint = prefill_endpoint or PrefillConfig.model_fields["bind"].default
-            if worker.value != prefill_endpoint:
+            if worker.value not in (prefill_endpoint, (prefill_endpoint,)):
                 raise ConfigError(
                     f"{file.path}: {worker.place} is {worker.value}, but the prefill node of this pair is at "
                     f"{prefill_endpoint}: make both equal, or leave both out"
@@ -104,18 +107,20 @@ class PairPlan:
         )
 
     @property
-    def depth(self) -> int:
-        """The depth of prefetch that the decode node is started with."""
+    def depth(self) -> int | str:
+        """The depth of prefetch that the decode node is started with; "auto" if it is to find one."""
         if self.prefetch_depth is not None:
             return self.prefetch_depth
         said = self._said(DecodeConfig)
         if "pd_prefetch_next" in said:
-            return int(said["pd_prefetch_next"].value or 0)
+            value = said["pd_prefetch_next"].value
+            return value if value == "auto" else int(value or 0)
         remote_only = said.get("pd_remote_only")
         return 1 if remote_only is None or remote_only.value else 0
 
     def prefill_flags(self, endpoint: str, cpus: tuple[int, ...]) -> list[str]:
-        usual = self._usual(0, cpus) | {"source_slots": max(1, self.depth)}
+        slots = AUTOMATIC_DEPTH_SLOTS if self.depth == "auto" else max(1, self.depth)
+        usual = self._usual(0, cpus) | {"source_slots": slots}
         asked = {"bind": endpoint, "allowed_keys": self.public_key}
         return [*self._flags(PrefillConfig, asked, usual), *self.prefill_extra]
 
