@@ -28,8 +28,8 @@ class BackendFacts:
 
 
 BACKENDS: dict[str, BackendFacts] = {
-    "torch": BackendFacts(prefill=True, lanes_max=1, local_prefill=True, emulated=False),
-    "emulated": BackendFacts(prefill=True, lanes_max=1, local_prefill=True, emulated=True),
+    "torch": BackendFacts(prefill=True, lanes_max=256, local_prefill=True, emulated=False),
+    "emulated": BackendFacts(prefill=True, lanes_max=256, local_prefill=True, emulated=True),
     "rngd": BackendFacts(prefill=True, lanes_max=0, local_prefill=False, emulated=True),
     "atom": BackendFacts(prefill=False, lanes_max=1, local_prefill=False, emulated=True),
 }

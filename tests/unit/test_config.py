@@ -82,7 +82,7 @@ def test_a_configuration_cannot_be_changed() -> None:
         ),
         (DecodeConfig, {**ROUTE, "pd_prefetch_next": 0}, "--pd-prefetch-next.*greater than or equal to 1"),
         (DecodeConfig, {**ROUTE, "pd_prefetch_next": -1}, "--pd-prefetch-next.*greater than or equal to 1"),
-        (DecodeConfig, {"slots": 2}, "--slots 2: backend torch decodes 1 request at once"),
+        (DecodeConfig, {"slots": 257}, "--slots 257: backend torch decodes 256 requests at once: use 1 to 256"),
         (DecodeConfig, {"slots": 0}, "--slots 0"),
         (DecodeConfig, {"backend": "rngd"}, "rngd cannot decode: use one of torch, emulated, atom"),
         (DecodeConfig, {"backend": "tpu"}, "no backend 'tpu'"),
@@ -137,7 +137,7 @@ def test_the_route_check_is_the_same_for_a_constructor_without_configuration() -
         "on_prefill_failure": "fail",
     }
     check_prefetch_route(**route)
-    for change in ({"remote_only": False}, {"prefill_workers": ()}, {"slots": 2}, {"prefetch_depth": -1}):
+    for change in ({"remote_only": False}, {"prefill_workers": ()}, {"slots": 999}, {"prefetch_depth": -1}):
         with pytest.raises(ValueError, match=r"--(pd-|slots)"):
             check_prefetch_route(**{**route, **change})
 
@@ -268,7 +268,7 @@ def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--slots", "4"], "decode_node: error: --slots 4"),
+        (["--slots", "400"], "decode_node: error: --slots 400"),
         (["--slots"], "--slots: expected one argument"),
         (["--slot", "1"], "unrecognized arguments: --slot 1"),
         (["decode"], "unrecognized arguments: decode"),
@@ -306,7 +306,7 @@ def test_version_is_the_one_given(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [["--pd-remote-only"], ["--slots", "4"], ["--pd-prefetch-next"], ["--backend", "rngd"], ["--help"]],
+    [["--pd-remote-only"], ["--slots", "400"], ["--pd-prefetch-next"], ["--backend", "rngd"], ["--help"]],
 )
 def test_a_refusal_is_instant_and_looks_at_no_model(argv: list[str], tmp_path: Path) -> None:
     # Whoever opens a pipe without a writer waits for ever.

@@ -335,7 +335,7 @@ def test_with_it_off_nothing_is_sent_until_the_lane_is_free() -> None:
 REFUSED_ROUTES = [
     ({"prefill_workers": ()}, {"pd_prefill_worker": None}),
     ({"remote_only": False}, {"pd_remote_only": False}),
-    ({"slots": 2}, {"slots": 2}),
+    ({"slots": 400}, {"slots": 400}),
     ({"prefetch_depth": -1}, {"pd_prefetch_next": -1}),
 ]
 

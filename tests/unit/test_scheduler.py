@@ -244,7 +244,7 @@ BAD_ROUTES = [
     ({"prefill_workers": ()}, "--pd-prefill-worker"),
     ({"remote_only": False}, "--pd-remote-only"),
     ({"slots": 0}, "--slots 0"),
-    ({"slots": 2}, "--slots 2"),
+    ({"slots": 400}, "--slots 400"),
     ({"backend": "atom", "slots": 2}, "--slots 2"),
     ({"backend": "rngd"}, "cannot decode"),
     ({"backend": "abacus"}, "abacus"),
