@@ -53,12 +53,36 @@ class Rejected:
 
 
 @wire
+class TopLogprob:
+    """A token that could have come, and the logarithm of its probability."""
+
+    token_id: Count
+    text: str
+    logprob: float
+
+
+@wire
+class TokenLogprob:
+    """A token of the answer as its model saw it, before penalties and temperature; `top`: the likeliest."""
+
+    token_id: Count
+    text: str
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()
+
+
+@wire
 class Tokens:
-    """A piece of the answer. Text may lag behind ids while a character or a stop string is undecided."""
+    """A piece of the answer. Text may lag behind ids while a character or a stop string is undecided.
+
+    choice: which of the job's answers, if it asked for several. logprobs: one for each id, if asked for.
+    """
 
     label: Label
     token_ids: tuple[int, ...]
     text: str
+    choice: Count = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @wire
@@ -96,13 +120,17 @@ class Timings:
 
 @wire
 class Finished:
-    """The job's terminal answer. reason: `stop` or `length`; path: `remote` or `local`."""
+    """The job's terminal answer. reason: `stop` or `length`; path: `remote` or `local`.
+
+    reasons: one for each of the job's answers, if it asked for several.
+    """
 
     label: Label
     reason: Name
     path: Name
     usage: Usage
     timings: Timings
+    reasons: tuple[Name, ...] = ()
 
 
 @wire
@@ -113,6 +141,25 @@ class Failed:
     code: ErrorCode
     detail: Detail
     definite: bool
+
+
+@wire
+class Tokenize:
+    """Ask for the ids of a text or a chat, or for the text of ids. Exactly one of them is given."""
+
+    label: Label
+    prompt: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    token_ids: tuple[int, ...] | None = None
+
+
+@wire
+class Tokenized:
+    """Answer to TOKENIZE; REJECTED is the other one."""
+
+    label: Label
+    token_ids: tuple[int, ...]
+    text: str
 
 
 @wire

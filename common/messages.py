@@ -23,6 +23,8 @@ from common.client_messages import (
     StatusReply,
     StatusRequest,
     Submit,
+    Tokenize,
+    Tokenized,
     Tokens,
 )
 from common.data_planes import SHM
@@ -328,6 +330,8 @@ MESSAGE_TYPES: dict[int, type] = {
     49: ClientError,
     50: CacheOrder,
     51: CacheReply,
+    52: Tokenize,
+    53: Tokenized,
 }
 
 UNNUMBERED = (Hello, HelloOk, HelloRefused, SessionGone)

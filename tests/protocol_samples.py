@@ -20,6 +20,7 @@ _PROFILE = ms.NodeProfile("m/135M", "aa" * 16, "bb" * 16, 30, 3, 64, 49_152, "fl
 _GRANTS = (ms.SlotGrant(0, 17), ms.SlotGrant(5, 0))
 _PLANE = ms.ShmPlane("/tandem-0123456789abcdef012345", 6, 2**24)
 _TIMINGS = cm.Timings(95, 40, {"queued": 5, "prefill": 30, "decode": 60}, 7, 29_000, 58_000, 900, 80, None)
+_LOGPROB = cm.TokenLogprob(5, " é", -0.25, (cm.TopLogprob(5, " é", -0.25), cm.TopLogprob(9, "a", -2.5)))
 _DIGESTS = (b"\x00" * 16, b"\xff" * 16)
 _SAMPLING = {"temperature": 0.5, "stop": ("\n",), "seed": 7}
 
@@ -50,14 +51,16 @@ SAMPLES = [
     ms.CancelJob("naïve 😀"),
     ms.Accepted("a", _JOB, 3),
     ms.Rejected("a", ErrorCode.BUSY, "the queue is full", 250),
-    ms.Tokens("a", (5, 49_151), " é"),
-    ms.Finished("a", "stop", "remote", cm.Usage(3, 4), _TIMINGS),
+    ms.Tokens("a", (5, 49_151), " é", 1, (_LOGPROB, _LOGPROB)),
+    ms.Finished("a", "stop", "remote", cm.Usage(3, 4), _TIMINGS, ("stop", "length")),
     ms.Failed("a", ErrorCode.PEER_LOST, "the prefill node died", False),
     ms.StatusRequest(),
     ms.StatusReply({"accepting": True, "lanes": (None, _JOB), "load": 0.25}),
     ms.ClientError(ErrorCode.BAD_MESSAGE, "expected 3 frames, got 2"),
     ms.CacheOrder("save", "chat-2.cache"),
     ms.CacheReply(12, 2**33, "/var/lib/tandem/chat-2.cache", ErrorCode.BUSY, "another one is going on"),
+    ms.Tokenize("a", None, None, (1, 2, 49_151)),
+    ms.Tokenized("a", (1, 2), "naïve 😀"),
 ]
 SAMPLE_IDS = [type(sample).__name__ for sample in SAMPLES]
 every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=SAMPLE_IDS)

@@ -9,6 +9,7 @@ that `common.messages` uses are known; any other fails at import, never on the w
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from enum import StrEnum
+from math import isfinite
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -33,6 +34,8 @@ def reader_of(hint: Any) -> Reader:
         return _unchanged
     if hint in _PLAIN:
         return _plain(hint)
+    if hint is float:
+        return _finite
     if is_dataclass(hint):
         return _record(hint)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
@@ -49,6 +52,12 @@ def reader_of(hint: Any) -> Reader:
 
 
 def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _finite(value: Any) -> float:
+    if type(value) is not float or not isfinite(value):
+        raise WrongValue(": expected a finite number with a decimal point")
     return value
 
 

@@ -1,5 +1,6 @@
 """What the codec must refuse, at every depth, cheaply, and without repeating what was sent."""
 
+import math
 from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
 from types import UnionType
@@ -31,7 +32,7 @@ FAULT_COUNT = 300_000
 FAULT_BOUND_MS = 2_000
 
 WRONG_VALUES = [
-    *(None, True, False, 0, 1, -1, 1.0, "", "stop", b"", b"x"),
+    *(None, True, False, 0, 1, -1, 1.0, math.inf, math.nan, "", "stop", b"", b"x"),
     *([], [1], [True], ["x"], [None], {}, {"x": 1}, {"x": "y"}),
 ]
 
@@ -43,6 +44,8 @@ def fits(hint: Any, value: Any) -> bool:
         return True
     if hint in (int, str, bytes, bool):
         return type(value) is hint
+    if hint is float:
+        return type(value) is float and math.isfinite(value)
     if is_dataclass(hint):
         return False  # none of the values is a whole record
     if isinstance(hint, type) and issubclass(hint, StrEnum):
