@@ -26,7 +26,10 @@ from common.errors import ConfigError, ExitStatus
 from common.prefill_config import PrefillConfig
 
 ENVIRONMENT_PREFIX = "TANDEM_"
-NOT_OPTIONS = frozenset({"TANDEM_CACHE", "TANDEM_CLIENT_KEY_FILE", "TANDEM_CLIENT_SERVER_KEY"})
+NOT_OPTIONS = frozenset(
+    {"TANDEM_CACHE", "TANDEM_CLIENT_KEY_FILE", "TANDEM_CLIENT_SERVER_KEY", "TANDEM_API_KEY"}
+)
+GATEWAY_PREFIX = ENVIRONMENT_PREFIX + "GATEWAY_"
 
 Config = TypeVar("Config", bound=NodeConfig)
 
@@ -103,6 +106,7 @@ def _environment_values(config_class: type[NodeConfig], environment: Mapping[str
     known = {variable_of(name): name for name in fields}
     values = {}
     ours = {name for name in environment if name.startswith(ENVIRONMENT_PREFIX)}
+    ours -= {name for name in ours if name.startswith(GATEWAY_PREFIX)}
     for variable in sorted(ours - NOT_OPTIONS):
         if variable not in known:
             nearest = difflib.get_close_matches(variable, known, n=1)

@@ -8,6 +8,7 @@ from typing import Final
 
 CONTROL_MESSAGE_BYTES: Final = 8 * 2**20  # the socket drops larger messages, and the peer with them
 PROMPT_CHARACTERS: Final = 1_000_000  # tokenising longer texts would hold up everybody's text for seconds
+TOKENIZE_REQUESTS: Final = 16  # of all clients under way; further ones are answered BUSY
 LABEL_CHARACTERS: Final = 256  # longer labels are a bad message
 DETAIL_CHARACTERS: Final = 2_000  # longer error texts are cut by the sender
 SESSIONS: Final = 1_024  # of clients; their further HELLOs are refused as temporary

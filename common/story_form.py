@@ -32,7 +32,9 @@ _HIDDEN = frozenset(
         "cache_salt",
         "first_token",
         "generated",
+        "logit_bias",
         "logits",
+        "logprobs",
         "messages",
         "prompt",
         "prompt_ids",
@@ -43,6 +45,7 @@ _HIDDEN = frozenset(
         "text",
         "token_id",
         "token_ids",
+        "TokenizeRefused.detail",
     }
 )
 

@@ -30,6 +30,10 @@ class Clients:
         self._mistakes.pop(session, None)
         return list(self._labels.pop(session, {}).values())
 
+    def has(self, session: str) -> bool:
+        """Whether the session is open."""
+        return session in self._labels
+
     def refusal(self, session: str, label: str) -> tuple[ErrorCode, str] | None:
         """Why this client may not add a job of this label, if it may not."""
         labels = self._labels[session]

@@ -7,8 +7,9 @@ and places of the prefix cache.
 
 from dataclasses import dataclass
 
-from common.messages import PrefillDone, Submit
+from common.messages import PrefillDone, Submit, Tokenize
 from common.sampling import SamplingParams
+from decode_node.logits_processing import Logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,21 @@ class PrepareSubmission:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenizeText:
+    """Text thread: carry out a TOKENIZE. Answered by TextTokenized or TokenizeRefused."""
+
+    session: str
+    request: Tokenize
+
+
+@dataclass(frozen=True, slots=True)
 class PushTokens:
     """Text thread: turn the job's next token into text. Answered by TextProduced."""
 
     job_id: str
     token_id: int
     final: bool
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +49,15 @@ class ForgetJob:
 
 @dataclass(frozen=True, slots=True)
 class SampleFirst:
-    """Compute: verify the record's logits and sample. Answered by FirstTokenSampled or LogitsRefused."""
+    """Compute: verify the record's logits and sample. Answered by FirstTokenSampled or LogitsRefused.
+
+    prompt: int32 little-endian ids, if a penalty wants them.
+    """
 
     job_id: str
     record: PrefillDone
     sampling: SamplingParams
+    prompt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +66,7 @@ class StartImport:
 
     The first `send_from` tokens are copied from `places` of the prefix cache instead. With `sampling`,
     `token_id` is the prompt's last token, and the first step tells the first token of the answer, unless
-    that is `known_token` already.
+    that is `known_token` already. prompt: as in SampleFirst.
     Answered by ImportEnded, then as StartDecode is. Compute does not wait for another word in between: the
     lane would stand idle while the loop is busy with the end of the job before.
     """
@@ -66,6 +80,7 @@ class StartImport:
     places: tuple[int, ...] = ()
     sampling: SamplingParams | None = None
     known_token: int | None = None
+    prompt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class ImportFrom:
     places: tuple[int, ...] = ()
     sampling: SamplingParams | None = None
     known_token: int | None = None
+    prompt: bytes = b""
 
 
 @dataclass(slots=True)
@@ -191,23 +192,25 @@ class DecodeCompute:
             detail = "the logits do not match their digest"
             self._mailbox.put(ev.LogitsRefused(command.job_id, ErrorCode.KV_CORRUPT, detail))
             return
-        sampler = self._sampler(command.job_id, command.sampling)
+        sampler = self._sampler(command.job_id, command.sampling, command.prompt)
         try:
             sampled = sampler.sample(np.frombuffer(record.logits, dtype="<f4"))
         except ValueError as error:
             self._mailbox.put(ev.LogitsRefused(command.job_id, ErrorCode.KV_CORRUPT, str(error)))
             return
-        self._mailbox.put(ev.FirstTokenSampled(command.job_id, sampled.token_id, sampled.finish_reason))
+        self._mailbox.put(
+            ev.FirstTokenSampled(command.job_id, sampled.token_id, sampled.finish_reason, sampled.logprobs)
+        )
 
-    def _sampler(self, job_id: str, sampling: Any) -> JobSampler:
+    def _sampler(self, job_id: str, sampling: SamplingParams, prompt: bytes) -> JobSampler:
         if job_id not in self._samplers:
-            self._samplers[job_id] = JobSampler(sampling, self._eos_token_ids)
+            self._samplers[job_id] = JobSampler(sampling, self._eos_token_ids, prompt=prompt)
         return self._samplers[job_id]
 
     def _start_import(self, command: ImportFrom) -> None:
         self._storing.finish(command.lane, command.places)
         if command.sampling is not None:
-            self._sampler(command.job_id, command.sampling)
+            self._sampler(command.job_id, command.sampling, command.prompt)
         work = self._import(command)
         self._filling[command.lane] = _Filling(command.job_id, work)
 
@@ -252,7 +255,7 @@ class DecodeCompute:
 
     def _local_prefill(self, command: commands.StartLocalPrefill) -> Iterator[None]:
         prompt = np.frombuffer(command.prompt, dtype="<i4").astype(np.int64)
-        sampler = self._sampler(command.job_id, command.sampling)
+        sampler = self._sampler(command.job_id, command.sampling, command.prompt)
         busy_us = 0
         logits = corrupt_place = None
         first = command.cached_tokens
@@ -269,10 +272,12 @@ class DecodeCompute:
                 self._mailbox.put(ev.LocalChunkComputed(command.job_id, command.lane))
                 yield
         sampled = None if command.keep_token else sampler.sample(logits)
-        token_id, reason = (None, None) if sampled is None else (sampled.token_id, sampled.finish_reason)
+        token_id = reason = logprobs = None
+        if sampled is not None:
+            token_id, reason, logprobs = sampled.token_id, sampled.finish_reason, sampled.logprobs
         self._mailbox.put(
             ev.LocalPrefillEnded(
-                command.job_id, command.lane, token_id, reason, busy_us, first, corrupt_place
+                command.job_id, command.lane, token_id, reason, busy_us, first, corrupt_place, logprobs
             )
         )
 
@@ -348,8 +353,17 @@ class DecodeCompute:
         busy_us = now_us() - started_us
         if sampled.finish_reason is not None:
             self._end_decode(lane)
-        token = ev.TokenSampled(item.job_id, lane, sampled.token_id, sampled.finish_reason, busy_us, gap_us)
-        self._mailbox.put(token)
+        self._mailbox.put(
+            ev.TokenSampled(
+                item.job_id,
+                lane,
+                sampled.token_id,
+                sampled.finish_reason,
+                busy_us,
+                gap_us,
+                sampled.logprobs,
+            )
+        )
 
     def _lane_gap_us(self, lane: int, started_us: int) -> int | None:
         """From the last token of the lane's former job to this job's first step."""

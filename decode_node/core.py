@@ -70,6 +70,8 @@ class DecodeCore:
             ev.ClientMistake: self.desk.on_client_mistake,
             ev.SubmissionPrepared: self.desk.on_prepared,
             ev.SubmissionRefused: self.desk.on_refused,
+            ev.TextTokenized: self.desk.on_tokenized,
+            ev.TokenizeRefused: self.desk.on_tokenize_refused,
             ev.TextProduced: self.desk.on_text,
             ev.TextFailed: self.desk.on_text_failed,
             ev.WorkerOpened: self._on_worker_opened,

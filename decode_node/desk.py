@@ -22,6 +22,8 @@ from common.messages import (
     Rejected,
     Role,
     Submit,
+    Tokenize,
+    Tokenized,
     Tokens,
 )
 from decode_node import commands
@@ -37,6 +39,7 @@ from decode_node.workers import Workers
 
 BUSY_RETRY_MS = 500
 _WAITING = (JobState.TOKENIZING, JobState.QUEUED)
+Sampling = ev.FirstTokenSampled | ev.LocalPrefillEnded | ev.TokenSampled
 
 
 class JobDesk:
@@ -67,6 +70,7 @@ class JobDesk:
         self.draining = False
         self._preparing_count = 0
         self._prepared_ms = 0
+        self._tokenizing_count = 0
         self.counters = {
             "jobs_accepted": 0,
             "jobs_rejected": 0,
@@ -123,6 +127,8 @@ class JobDesk:
             return self._on_submit(session, message, now_ms)
         if isinstance(message, CancelJob):
             return self._on_cancel(session, message, now_ms)
+        if isinstance(message, Tokenize):
+            return self._on_tokenize(session, message)
         detail = f"a decode node takes no {type(message).__name__} from a client"
         return self.clients.mistake(session, ErrorCode.BAD_MESSAGE, detail)
 
@@ -133,6 +139,28 @@ class JobDesk:
             return []
         self.counters["jobs_cancelled"] += 1
         return self.fail(self._jobs[job_id], ErrorCode.CANCELLED, "cancelled by its client", now_ms)
+
+    def _on_tokenize(self, session: str, request: Tokenize) -> list[Any]:
+        """No job, and not waited for at the end: only the text thread is asked."""
+        refusal = None
+        if self.draining:
+            refusal = ErrorCode.SHUTTING_DOWN, "this decode node is shutting down"
+        elif self._tokenizing_count >= limits.TOKENIZE_REQUESTS:
+            refusal = ErrorCode.BUSY, f"{limits.TOKENIZE_REQUESTS} texts are being tokenised already"
+        if refusal is not None:
+            return [self._rejection(session, request.label, *refusal)]
+        self._tokenizing_count += 1
+        return [commands.TokenizeText(session, request)]
+
+    def on_tokenized(self, event: ev.TextTokenized, now_ms: int) -> list[Any]:
+        self._tokenizing_count -= 1
+        answer = Tokenized(event.label, event.token_ids, event.text)
+        return [ev.SendToClient(event.session, answer)] if self.clients.has(event.session) else []
+
+    def on_tokenize_refused(self, event: ev.TokenizeRefused, now_ms: int) -> list[Any]:
+        self._tokenizing_count -= 1
+        answer = self._rejection(event.session, event.label, event.code, event.detail)
+        return [answer] if self.clients.has(event.session) else []
 
     def _on_submit(self, session: str, submit: Submit, now_ms: int) -> list[Any]:
         refusal = self.clients.refusal(session, submit.label)
@@ -190,22 +218,26 @@ class JobDesk:
         if event.token_ids or event.text:
             if job.first_token_ms is None:
                 job.first_token_ms = now_ms - job.arrival_ms
-            effects.append(ev.SendToClient(job.client, Tokens(job.label, event.token_ids, event.text)))
+            effects.append(ev.SendToClient(job.client, self._tokens(job, event)))
         if event.stopped or event.final:
             effects += self._finish(job, "stop" if event.stopped else job.finish_reason, now_ms)
         return effects
+
+    def _tokens(self, job: Job, event: ev.TextProduced) -> Tokens:
+        return Tokens(job.label, event.token_ids, event.text, logprobs=event.logprobs)
 
     def on_text_failed(self, event: ev.TextFailed, now_ms: int) -> list[Any]:
         job = self.get(event.job_id)
         return [] if job is None else self.fail(job, ErrorCode.ENGINE_ERROR, event.detail, now_ms)
 
-    def push(self, job: Job, token_id: int, finish_reason: str | None, now_ms: int) -> commands.PushTokens:
+    def push(self, job: Job, event: Sampling, now_ms: int) -> commands.PushTokens:
         """Hand a sampled token to the text thread; the client gets what it makes of it."""
         if job.text_pending == 0:
             job.text_moved_ms = now_ms
         job.text_pending += 1
-        job.finish_reason = finish_reason
-        return commands.PushTokens(job.job_id, token_id, final=finish_reason is not None)
+        job.finish_reason = event.finish_reason
+        final = event.finish_reason is not None
+        return commands.PushTokens(job.job_id, event.token_id, final, event.logprobs)
 
     def leave_queue(self, job: Job, event: JobEvent, now_ms: int) -> None:
         """A queued job is being worked on."""
@@ -280,6 +312,9 @@ class JobDesk:
 
     def _rejected(self, session: str, label: str, code: ErrorCode, detail: str) -> ev.SendToClient:
         self.counters["jobs_rejected"] += 1
+        return self._rejection(session, label, code, detail)
+
+    def _rejection(self, session: str, label: str, code: ErrorCode, detail: str) -> ev.SendToClient:
         retry_ms = BUSY_RETRY_MS if code is ErrorCode.BUSY else None
         cut = detail[: limits.DETAIL_CHARACTERS]
         return ev.SendToClient(session, Rejected(label, code, cut, retry_ms))

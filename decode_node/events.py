@@ -8,9 +8,11 @@ lane numbers.
 from dataclasses import dataclass
 from typing import Any
 
+from common.client_messages import TokenLogprob
 from common.errors import ErrorCode
 from common.messages import Failed, Finished, Hello, HelloOk, HelloRefused
 from common.sampling import SamplingParams
+from decode_node.logits_processing import Logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,31 @@ class SubmissionRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class TextTokenized:
+    """What a TOKENIZE asked for: the ids, and, if it gave ids, their text."""
+
+    session: str
+    label: str
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeRefused:
+    """The text thread could not carry out a TOKENIZE."""
+
+    session: str
+    label: str
+    code: ErrorCode
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class TextProduced:
     """Text of tokens pushed so far. `token_ids` are those it accounts for.
 
     stopped: a stop string is complete, and the job ends with the last of `token_ids`. final: this answers the
-    push of the job's last token, nothing is held back any more.
+    push of the job's last token, nothing is held back any more. logprobs: one for each id, if asked for.
     """
 
     job_id: str
@@ -123,6 +145,7 @@ class TextProduced:
     text: str
     stopped: bool
     final: bool
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +158,12 @@ class TextFailed:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenSampled:
-    """The first token came out of the record's verified logits."""
+    """The first token came out of the record's verified logits. logprobs: None when not asked for."""
 
     job_id: str
     token_id: int
     finish_reason: str | None
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +219,7 @@ class LocalPrefillEnded:
     busy_us: int
     cached_tokens: int = 0
     corrupt_place: int | None = None
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +232,7 @@ class TokenSampled:
     finish_reason: str | None
     busy_us: int
     lane_gap_us: int | None
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

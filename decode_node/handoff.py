@@ -120,6 +120,7 @@ class Handoff:
             places,
             None if told else job.sampling,
             None if told else job.first_token,
+            job.prompt_to_sampler,
         )
         return [start]
 
@@ -163,7 +164,7 @@ class Handoff:
         job.sampling_first = False
         job.first_token = event.token_id
         self._cache.note(job, event.token_id)
-        effects: list[Any] = [self._desk.push(job, event.token_id, event.finish_reason, now_ms)]
+        effects: list[Any] = [self._desk.push(job, event, now_ms)]
         if event.finish_reason is not None:
             job.advance(JobEvent.LAST_TOKEN, now_ms)
             return effects + self._desk.detach(job, "finished at its first token", now_ms)
@@ -244,7 +245,7 @@ class Handoff:
             return []  # of an earlier attempt, and the client may have it: these logits are not wanted
         self._watch.asked_to_sample(job.job_id)
         job.sampling_first = True
-        return [commands.SampleFirst(job.job_id, record, job.sampling)]
+        return [commands.SampleFirst(job.job_id, record, job.sampling, job.prompt_to_sampler)]
 
     def _on_failure(self, job: Job, failure: PrefillFailed, now_ms: int) -> list[Any]:
         job.reservation = None

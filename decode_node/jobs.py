@@ -81,6 +81,11 @@ class Job:
         return len(self.prompt) // 4
 
     @property
+    def prompt_to_sampler(self) -> bytes:
+        """What the sampler has to know of the prompt: nothing, unless its tokens are penalized too."""
+        return self.prompt if self.sampling.repetition_penalty != 1 else b""
+
+    @property
     def last_prompt_token(self) -> int:
         return int.from_bytes(self.prompt[-4:], "little")
 

@@ -80,7 +80,7 @@ class LaneWork:
             return self._start_decode(job, lane, now_ms) + self._cache.keep(job, lane, job.prompt_tokens)
         job.first_token = event.token_id
         self._cache.note(job, event.token_id)
-        push = self._desk.push(job, event.token_id, event.finish_reason, now_ms)
+        push = self._desk.push(job, event, now_ms)
         if event.finish_reason is None:
             return [
                 push,
@@ -100,7 +100,7 @@ class LaneWork:
         if job.first_token is None:
             job.first_token = event.token_id
         self._cache.note(job, event.token_id)
-        push = self._desk.push(job, event.token_id, event.finish_reason, now_ms)
+        push = self._desk.push(job, event, now_ms)
         if event.finish_reason is None:
             return [push]
         return [push, *self._vacate(job, self.lanes[event.lane], now_ms)]

@@ -34,9 +34,12 @@ class Lanes:
 
     def __init__(self, count: int) -> None:
         self._lanes = [Lane(index) for index in range(count)]
+        self.free_count = count
 
     def free(self) -> Lane | None:
         """A lane that can be given to a job now, if any."""
+        if not self.free_count:
+            return None
         return next((lane for lane in self._lanes if lane.state is _FREE), None)
 
     def __getitem__(self, index: int) -> Lane:
@@ -47,7 +50,9 @@ class Lanes:
 
     def advance(self, lane: Lane, event: LaneEvent, job_id: str | None = None) -> None:
         """Follow the table; `job_id` is the new occupant for the events that start something."""
+        was_free = lane.state is _FREE
         lane.state = advance(LANE_TRANSITIONS, lane.state, event)
+        self.free_count += (lane.state is _FREE) - was_free
         if lane.state in _UNOWNED:
             lane.job_id = None
         elif job_id is not None:
@@ -57,12 +62,10 @@ class Lanes:
     def count(self) -> int:
         return len(self._lanes)
 
-    @property
-    def free_count(self) -> int:
-        return sum(lane.state is _FREE for lane in self._lanes)
-
     def check(self) -> None:
-        """INV-2 for the lanes alone."""
+        """INV-1 and INV-2 for the lanes alone."""
+        free = sum(lane.state is _FREE for lane in self._lanes)
+        check(free == self.free_count, "INV-1: the count of free lanes is wrong")
         owners = [lane.job_id for lane in self._lanes if lane.job_id is not None]
         check(len(owners) == len(set(owners)), "INV-2: a job has two lanes")
         for lane in self._lanes:

@@ -64,7 +64,7 @@ from transport.port import ControlPort
 from transport.slab import MemoryProbe, SlabView
 from transport.zmq_sockets import new_context
 
-_FOR_TEXT = (commands.PrepareSubmission, commands.PushTokens)
+_FOR_TEXT = (commands.PrepareSubmission, commands.TokenizeText, commands.PushTokens)
 _FOR_CACHE = (StoreBlocks, *FILE_COMMANDS)
 _FOR_COMPUTE = (
     commands.SampleFirst,
@@ -234,7 +234,7 @@ class DecodeNode:
                     self._compute.put(effect)
             case commands.StartImport(job_id=job_id, lane=lane, record=record, token_id=token_id):
                 source = self._sources[effect.session]
-                rest = effect.send_from, effect.places, effect.sampling, effect.known_token
+                rest = effect.send_from, effect.places, effect.sampling, effect.known_token, effect.prompt
                 self._compute.put(ImportFrom(job_id, lane, source, record, token_id, *rest))
             case OpenPlane(worker=worker, hello_ok=hello_ok):
                 return [self._open_plane(worker, hello_ok)]

@@ -2,13 +2,15 @@
 
 Decides the next token and whether it ends the job (EOS, stop token, length). Called by the compute thread,
 for the first token (whose logits come from a prefill node) exactly as for all others. Its state, a random
-generator and a count, belongs to the job: it must never be shared between jobs or tied to a lane, so that
-neighbours, lanes and retries cannot change what a seed gives.
+generator and counts of tokens, belongs to the job: it must never be shared between jobs or tied to a lane, so
+that neighbours, lanes and retries cannot change what a seed gives.
 
 Meaning of the fields: that of vLLM's V1 sampler (`vllm/v1/sample/sampler.py`, its `MinPLogitsProcessor` and
-`apply_top_k_top_p`): temperature, then min_p, then top_k, then top_p, where top_p looks at the probabilities
-that are left, made to sum to 1 again. Below `GREEDY_TEMPERATURE` the best token is taken. Equal scores at the
-edge of top_k all stay, as there; elsewhere the lowest ids come first, so that a seed always gives the same.
+`apply_top_k_top_p`): biases and penalties (`decode_node/logits_processing.py`), then temperature, then min_p,
+then top_k, then top_p, where top_p looks at the probabilities that are left, made to sum to 1 again. Below
+`GREEDY_TEMPERATURE` the best token is taken. Logprobs are those of the logits as they came. Equal scores at
+the edge of top_k all stay, as there; elsewhere the lowest ids come first, so that a seed always gives the
+same.
 
 The token that ends a job by EOS or stop token counts as a generated token and is in the job's token ids; it
 yields no text (`decode_node/text.py`).
@@ -21,6 +23,7 @@ import numpy as np
 
 from common.errors import check
 from common.sampling import SamplingParams
+from decode_node.logits_processing import LogitsProcessor, Logprobs, is_needed, raw_logprobs
 
 GREEDY_TEMPERATURE = 1e-5
 SUM_BLOCK = 256
@@ -28,10 +31,14 @@ SUM_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token. finish_reason: None while the job goes on; `stop` wins when both reasons hold."""
+    """One token. finish_reason: None while the job goes on; `stop` wins when both reasons hold.
+
+    logprobs: None when not asked for.
+    """
 
     token_id: int
     finish_reason: Literal["stop", "length"] | None
+    logprobs: Logprobs | None = None
 
 
 def ending_token_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
@@ -45,12 +52,21 @@ class JobSampler:
 
     A seeded job is reproducible; one without a seed starts from `entropy`, or, when that is None, from fresh
     entropy of the operating system. Sampling takes exactly one random number per token, greedy takes none.
+    prompt: int32 little-endian ids, which the repetition penalty counts as seen.
     """
 
     def __init__(
-        self, params: SamplingParams, eos_token_ids: frozenset[int], entropy: int | None = None
+        self,
+        params: SamplingParams,
+        eos_token_ids: frozenset[int],
+        entropy: int | None = None,
+        prompt: bytes = b"",
     ) -> None:
         self._params = params
+        self._processor = None
+        if is_needed(params):
+            forbidden_ids = eos_token_ids.union(params.stop_token_ids)
+            self._processor = LogitsProcessor(params, forbidden_ids, np.frombuffer(prompt, dtype="<i4"))
         self._ending_token_ids = ending_token_ids(params, eos_token_ids)
         self._random = np.random.Generator(np.random.PCG64(entropy if params.seed is None else params.seed))
         self._token_count = 0
@@ -69,14 +85,22 @@ class JobSampler:
         """
         check(not self._finished, "sampled a job that has finished")
         best = _best_token(logits)
+        scores = logits
+        if self._processor is not None:
+            scores = self._processor.processed(logits)
+            best = int(scores.argmax())
         if self._params.temperature < GREEDY_TEMPERATURE:
             token_id = best
         else:
-            token_id = _draw(logits, logits[best], self._params, self._random.random())
+            token_id = _draw(scores, scores[best], self._params, self._random.random())
         self._token_count += 1
+        if self._processor is not None:
+            self._processor.note(token_id)
         reason = self._finish_reason(token_id)
         self._finished = reason is not None
-        return Sampled(token_id, reason)
+        if self._params.logprobs is None:
+            return Sampled(token_id, reason)
+        return Sampled(token_id, reason, raw_logprobs(logits, token_id, self._params.logprobs))
 
     def _finish_reason(self, token_id: int) -> Literal["stop", "length"] | None:
         if token_id in self._ending_token_ids:

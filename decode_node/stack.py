@@ -289,6 +289,8 @@ _CORE_EVENTS = (
     ev.WorkerSuspected,
     ev.SubmissionPrepared,
     ev.SubmissionRefused,
+    ev.TextTokenized,
+    ev.TokenizeRefused,
     ev.TextProduced,
     ev.TextFailed,
     ev.FirstTokenSampled,

@@ -3,7 +3,8 @@
 Decides whether a SUBMIT body can become a job, and if not, what the client is told: a code, what was wrong
 and what would be right. Called by the decode node's text thread; pure, so a refusal has no side effect. It
 must never cut, repair or ignore anything: what is not understood is refused, and the prompt's text is never
-quoted, because refusals are logged. A refusal is an expected thing, so it is a value, not an exception.
+quoted, because refusals are logged. A refusal is an expected thing, so it is a value, not an exception. The
+same judgement of texts and ids serves TOKENIZE, which starts no job.
 
 Text is always tokenised before it is judged too long: how many characters one token may stand for is not
 part of the `Tokenizer` interface, so no length of text proves that it cannot fit. The length of a message
@@ -20,8 +21,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from common.digests import prompt_digest
 from common.engines.interface import Tokenizer
 from common.errors import ErrorCode
-from common.limits import PROMPT_CHARACTERS
-from common.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
+from common.limits import CONTROL_MESSAGE_BYTES, MESSAGE_ITEMS, PROMPT_CHARACTERS
+from common.sampling import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
 
 ROLES = ("system", "user", "assistant")
 ERROR_CHARACTERS = 500
@@ -33,7 +34,11 @@ _FIELDS = {
 }
 # What a misspelt name or value looks like.
 _WORD = re.compile(r"[\w.+-]{1,32}", re.ASCII)
+_DIGITS = re.compile(r"[0-9]{1,19}")
 _TUPLE_FIELDS = ("stop", "stop_token_ids")
+# What msgpack makes of an id at most, and of all else in a message but ids and text.
+_ID_BYTES = 5
+_ENVELOPE_BYTES = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,14 @@ class Prepared:
     prompt_ids: tuple[int, ...]
     prompt_digest: str
     sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TextAndIds:
+    """What a TOKENIZE asked for. text: of the ids, if it gave ids; else empty."""
+
+    token_ids: tuple[int, ...]
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +80,60 @@ def prepare(
     `sampling` holds fields of `SamplingParams` by name; those left out have their defaults. `token_limit` is
     the most tokens a job may have, prompt and answer together. Never raises for anything a client can send.
     """
-    sources = {"prompt": prompt, "messages": messages, "prompt_ids": prompt_ids}
-    given = [name for name, value in sources.items() if value is not None]
-    if len(given) != 1:
-        found = " and ".join(given) or "none of them"
-        return _invalid(f"give exactly one of prompt, messages and prompt_ids, not {found}")
-    params = _sampling_params(sampling, tokenizer.vocab_size)
+    refusal = _not_one_of(prompt=prompt, messages=messages, prompt_ids=prompt_ids)
+    if refusal:
+        return refusal
+    params = _sampling_params(sampling, tokenizer)
     if isinstance(params, Refusal):
         return params
-    token_ids = prompt_ids
-    if prompt is not None:
-        token_ids = _wrong_text(prompt, "prompt") or tokenizer.encode(prompt)
-    elif messages is not None:
-        token_ids = _encode_messages(messages, tokenizer)
+    token_ids = prompt_ids if prompt_ids is not None else _encoded(prompt, messages, tokenizer)
     if isinstance(token_ids, Refusal):
         return token_ids
-    refusal = _wrong_ids(token_ids, params.max_tokens, tokenizer.vocab_size, token_limit)
+    refusal = _wrong_prompt_ids(token_ids, params.max_tokens, tokenizer.vocab_size, token_limit)
     return refusal or Prepared(tuple(token_ids), prompt_digest(token_ids), params)
+
+
+def tokenize(
+    prompt: str | None,
+    messages: Sequence[dict[str, str]] | None,
+    token_ids: Sequence[int] | None,
+    tokenizer: Tokenizer,
+) -> TextAndIds | Refusal:
+    """Carry out a TOKENIZE, or say why not. Exactly one of the three is not None.
+
+    Never answers more than a message can hold. Never raises for anything a client can send.
+    """
+    refusal = _not_one_of(prompt=prompt, messages=messages, token_ids=token_ids)
+    if refusal:
+        return refusal
+    if token_ids is None:
+        ids, text = _encoded(prompt, messages, tokenizer), ""
+        if isinstance(ids, Refusal):
+            return ids
+    else:
+        refusal = _wrong_ids(token_ids, "token_ids", tokenizer.vocab_size)
+        if refusal:
+            return refusal
+        ids, text = token_ids, tokenizer.decode(list(token_ids))
+    size = _ENVELOPE_BYTES + _ID_BYTES * len(ids) + len(text.encode("utf-8"))
+    if len(ids) > MESSAGE_ITEMS or size > CONTROL_MESSAGE_BYTES:
+        return _invalid(f"the answer of {len(ids)} ids does not fit one message: send the text in parts")
+    return TextAndIds(tuple(ids), text)
+
+
+def _not_one_of(**sources: object) -> Refusal | None:
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) == 1:
+        return None
+    *names, last = sources
+    found = " and ".join(given) or "none of them"
+    return _invalid(f"give exactly one of {', '.join(names)} and {last}, not {found}")
+
+
+def _encoded(prompt: object, messages: object, tokenizer: Tokenizer) -> list[int] | Refusal:
+    if prompt is None:
+        return _encode_messages(messages, tokenizer)
+    return _wrong_text(prompt, "prompt") or tokenizer.encode(prompt)
 
 
 def _invalid(detail: str) -> Refusal:
@@ -94,7 +144,7 @@ def _invalid_sampling(detail: str) -> Refusal:
     return Refusal(ErrorCode.INVALID_SAMPLING, detail)
 
 
-def _sampling_params(sampling: object, vocab_size: int) -> SamplingParams | Refusal:
+def _sampling_params(sampling: object, tokenizer: Tokenizer) -> SamplingParams | Refusal:
     if not isinstance(sampling, dict):
         return _invalid_sampling(f"sampling must be a map of fields, not {_kind(sampling)}")
     values = {}
@@ -103,16 +153,58 @@ def _sampling_params(sampling: object, vocab_size: int) -> SamplingParams | Refu
             return _invalid_sampling(f"unknown field {_quoted(name)}; known are {', '.join(_FIELDS)}")
         if name in _TUPLE_FIELDS and isinstance(value, list | tuple) and len(value) > MAX_STOP_TOKEN_IDS:
             return _invalid_sampling(f"{name}: at most {MAX_STOP_TOKEN_IDS} items, not {len(value)}")
+        if name == "logit_bias":
+            value = _bias_pairs(value)
+            if isinstance(value, Refusal):
+                return value
         try:
             values[name] = _FIELDS[name].validate_python(_as_tuple(name, value))
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             where = "".join(f"[{part}]" for part in first["loc"])
             return _invalid_sampling(f"{name}{where}: {first['msg']}, not {_quoted(value)}")
-    for token_id in values.get("stop_token_ids", ()):
-        if token_id >= vocab_size:
-            return _invalid_sampling(f"stop_token_ids: {_not_a_token(token_id, vocab_size)}")
-    return SamplingParams(**values)
+    params = SamplingParams(**values)
+    return _wrong_together(params, tokenizer) or params
+
+
+def _bias_pairs(value: object) -> tuple[tuple[object, object], ...] | Refusal:
+    """A map of biases as pairs. JSON knows no other keys than strings."""
+    if not isinstance(value, dict):
+        return _invalid_sampling(f"logit_bias must be a map of token ids to biases, not {_kind(value)}")
+    if len(value) > MAX_LOGIT_BIASES:
+        return _invalid_sampling(f"logit_bias: at most {MAX_LOGIT_BIASES} entries, not {len(value)}")
+    biases = {}
+    for key, bias in value.items():
+        token_id = int(key) if isinstance(key, str) and _DIGITS.fullmatch(key) else key
+        if type(token_id) is not int:
+            return _invalid_sampling(f"logit_bias: {_quoted(key)} is not a token id, which is a whole number")
+        if token_id in biases:
+            return _invalid_sampling(f"logit_bias: token {token_id} has two biases, it needs one")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            return _invalid_sampling(
+                f"logit_bias: token {_quoted(token_id)} needs a number from -100 to 100, not {_quoted(bias)}"
+            )
+        biases[token_id] = float(bias)
+    return tuple(biases.items())
+
+
+def _wrong_together(params: SamplingParams, tokenizer: Tokenizer) -> Refusal | None:
+    """What only all fields, or the model's vocabulary, can tell."""
+    vocab_size = tokenizer.vocab_size
+    for name, token_ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
+    ):
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                return _invalid_sampling(f"{name}: {_not_a_token(token_id, vocab_size)}")
+    if params.min_tokens > params.max_tokens:
+        return _invalid_sampling(
+            f"min_tokens is {params.min_tokens}, it must be at most max_tokens, {params.max_tokens}"
+        )
+    if params.min_tokens and len(tokenizer.eos_token_ids.union(params.stop_token_ids)) >= vocab_size:
+        return _invalid_sampling("min_tokens with every token a stop token leaves none: name fewer of them")
+    return None
 
 
 def _as_tuple(name: str, value: object) -> object:
@@ -161,7 +253,9 @@ def _wrong_text(text: object, name: str) -> Refusal | None:
     return None
 
 
-def _wrong_ids(token_ids: object, max_tokens: int, vocab_size: int, token_limit: int) -> Refusal | None:
+def _wrong_prompt_ids(
+    token_ids: object, max_tokens: int, vocab_size: int, token_limit: int
+) -> Refusal | None:
     if not isinstance(token_ids, list | tuple):
         return _invalid(f"prompt_ids must be a list of token ids, not {_kind(token_ids)}")
     if not token_ids:
@@ -174,12 +268,18 @@ def _wrong_ids(token_ids: object, max_tokens: int, vocab_size: int, token_limit:
             f"the prompt has {len(token_ids)} tokens and max_tokens is {max_tokens}, "
             f"together {total}; the limit is {token_limit}",
         )
+    return _wrong_ids(token_ids, "prompt_ids", vocab_size)
+
+
+def _wrong_ids(token_ids: object, name: str, vocab_size: int) -> Refusal | None:
+    if not isinstance(token_ids, list | tuple):
+        return _invalid(f"{name} must be a list of token ids, not {_kind(token_ids)}")
     for position, token_id in enumerate(token_ids):
         if type(token_id) is not int:
-            return _invalid(f"prompt_ids[{position}] must be a whole number, not {_kind(token_id)}")
+            return _invalid(f"{name}[{position}] must be a whole number, not {_kind(token_id)}")
         if not 0 <= token_id < vocab_size:
             return Refusal(
-                ErrorCode.TOKEN_OUT_OF_RANGE, f"prompt_ids[{position}]: {_not_a_token(token_id, vocab_size)}"
+                ErrorCode.TOKEN_OUT_OF_RANGE, f"{name}[{position}]: {_not_a_token(token_id, vocab_size)}"
             )
     return None
 

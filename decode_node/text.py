@@ -14,7 +14,9 @@ bytes that never become a character may come out there as another number of U+FF
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from common.client_messages import TokenLogprob, TopLogprob
 from common.engines.interface import Tokenizer
+from decode_node.logits_processing import Logprobs
 
 REPLACEMENT = "\ufffd"
 WINDOW_TOKENS = 48
@@ -38,20 +40,38 @@ class TextDelta:
     token_count: int
 
 
+def spelled_logprobs(logprobs: Logprobs | None, tokenizer: Tokenizer) -> tuple[TokenLogprob, ...]:
+    """Logprobs of one token as clients get them: each token with its text when it stands alone.
+
+    A token that is a part of a character has U+FFFD in its text, one without text an empty one.
+    """
+    if logprobs is None:
+        return ()
+    (token_id, logprob), *others = logprobs
+    top = tuple(TopLogprob(other, tokenizer.decode([other]), value) for other, value in others)
+    return (TokenLogprob(token_id, tokenizer.decode([token_id]), logprob, top),)
+
+
 class TextStream:
     """Text of one job.
 
     silent_token_ids: ids that count but yield no text, the job's `ending_token_ids`. Stop rule: reading
     character by character, the first stop string to be complete ends the text, where it begins; if several
-    are complete at one character, the longest. The stop string is not part of the text.
+    are complete at one character, the longest. The stop string is not part of the text. One that is complete
+    with the first `min_tokens` tokens ends nothing, and is text like any other.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str], silent_token_ids: Collection[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        silent_token_ids: Collection[int] = frozenset(),
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = _Detokenizer(tokenizer)
         self._matcher = _StopMatcher(stop)
         self._silent_token_ids = silent_token_ids
+        self._min_tokens = min_tokens
         self._token_count = 0
         self._stopped = False
 
@@ -76,7 +96,7 @@ class TextStream:
         return TextDelta(text, self._stopped, self._token_count)
 
     def _match(self, text: str) -> str:
-        released, self._stopped = self._matcher.feed(text)
+        released, self._stopped = self._matcher.feed(text, self._token_count > self._min_tokens)
         return released
 
 
@@ -146,7 +166,7 @@ class _StopMatcher:
     """Knuth-Morris-Pratt over several stop strings: one state for each, carried from piece to piece.
 
     A state is the length of the longest beginning of the stop string that ends the text so far. The greatest
-    state is what must be held back, and a state equal to the stop string's length is a match.
+    state is what must be held back, and one that reaches the stop string's length is a match.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -155,14 +175,17 @@ class _StopMatcher:
         self._states = [0] * len(self._stop)
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """Return the text that may leave, and whether a stop string has matched (nothing is held then)."""
+    def feed(self, text: str, may_match: bool) -> tuple[str, bool]:
+        """Return the text that may leave, and whether a stop string has matched (nothing is held then).
+
+        may_match: whether a stop string that is complete in `text` counts.
+        """
         if not self._stop:
             return text, False
         buffer = self._held + text
         for end in range(len(self._held) + 1, len(buffer) + 1):
             matched = self._advance(buffer[end - 1])
-            if matched:
+            if matched and may_match:
                 self._held = ""
                 return buffer[: end - matched], True
         keep_from = len(buffer) - max(self._states)
@@ -182,9 +205,11 @@ class _StopMatcher:
             while state and word[state] != character:
                 state = self._borders[position][state - 1]
             state += word[state] == character
-            self._states[position] = state
             if state == len(word):
                 matched = max(matched, state)
+                # It may not count, and then it is held back no longer; its end may begin another one.
+                state = self._borders[position][-1]
+            self._states[position] = state
         return matched
 
 

@@ -20,8 +20,8 @@ from common.hooks import HoldPoints
 from decode_node import commands
 from decode_node import events as ev
 from decode_node.sampler import ending_token_ids
-from decode_node.submission import Refusal, prepare
-from decode_node.text import TextStream
+from decode_node.submission import Refusal, prepare, tokenize
+from decode_node.text import TextStream, spelled_logprobs
 from transport.loop import Commands, Mailbox
 
 _STOP_S = 1.0
@@ -54,6 +54,7 @@ class TextThread:
         self._thread = threading.Thread(target=mailbox.guard, args=(self._run,), name="text", daemon=True)
         self._handlers = {
             commands.PrepareSubmission: self._prepare,
+            commands.TokenizeText: self._tokenize,
             commands.PushTokens: self._push,
             commands.ForgetJob: self._forget_job,
         }
@@ -107,12 +108,29 @@ class TextThread:
         if isinstance(result, Refusal):
             return ev.SubmissionRefused(command.job_id, result.code, result.detail)
         silent = ending_token_ids(result.sampling, self._tokenizer.eos_token_ids)
-        self._streams[command.job_id] = TextStream(self._tokenizer, result.sampling.stop, silent)
+        self._streams[command.job_id] = TextStream(
+            self._tokenizer, result.sampling.stop, silent, result.sampling.min_tokens
+        )
         prompt = np.asarray(result.prompt_ids, dtype="<i4").tobytes()
         shorter_digest = prompt_digest(result.prompt_ids[:-1])
         return ev.SubmissionPrepared(
             command.job_id, prompt, result.prompt_digest, result.sampling, shorter_digest
         )
+
+    def _tokenize(self, command: commands.TokenizeText) -> None:
+        session, request = command.session, command.request
+        try:
+            self._hooks.at("text.tokenize")
+            result = tokenize(request.prompt, request.messages, request.token_ids, self._tokenizer)
+        except BaseException as error:
+            result = Refusal(
+                ErrorCode.INVALID_REQUEST, f"the tokenizer failed on this request ({type(error).__name__})"
+            )
+        if isinstance(result, Refusal):
+            answer = ev.TokenizeRefused(session, request.label, result.code, result.detail)
+        else:
+            answer = ev.TextTokenized(session, request.label, result.token_ids, result.text)
+        self._mailbox.put(answer)
 
     def _push(self, command: commands.PushTokens) -> None:
         stream = self._streams.get(command.job_id)
@@ -123,12 +141,13 @@ class TextThread:
             delta = stream.push((command.token_id,))
             flush = command.final and not delta.stopped
             text = delta.text + (stream.finish().text if flush else "")
+            logprobs = spelled_logprobs(command.logprobs, self._tokenizer)
         except BaseException as error:
             detail = f"the tokenizer failed on this answer ({type(error).__name__})"
             self._mailbox.put(ev.TextFailed(command.job_id, detail))
             return
         self._mailbox.put(
-            ev.TextProduced(command.job_id, (command.token_id,), text, delta.stopped, command.final)
+            ev.TextProduced(command.job_id, (command.token_id,), text, delta.stopped, command.final, logprobs)
         )
 
     def _forget_job(self, command: commands.ForgetJob) -> None:

@@ -33,7 +33,8 @@ from common.messages import Finished
 from transport.client import Client
 from transport.launch.batch import Batch, BatchJob, Outcome
 from transport.launch.flow_shop import makespan, plain_sum
-from transport.launch.pair import Pair, PairPlan
+from transport.launch.pair import Pair
+from transport.launch.pair_plan import PairPlan
 from transport.launch.timeline import draw, letter, rows_of
 
 PROMPTS = Path(__file__).with_name("demo_prompts.jsonl")

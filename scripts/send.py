@@ -29,7 +29,7 @@ try:
     from common.messages import Finished
     from common.sampling import SamplingParams
     from transport.client import REFUSED_TIMEOUT_MS, Client
-    from transport.launch.batch import Batch, BatchJob, Outcome
+    from transport.launch.batch import Batch, BatchJob, Choice, Outcome
     from transport.launch.key_flags import add_key_flags, keys_of
     from transport.launch.run_directory import only_running_pair
 except ModuleNotFoundError as error:
@@ -58,8 +58,22 @@ def parse_arguments() -> argparse.Namespace:
     add("--raw", action="store_true", help="send prompts as they are, without chat template")
     add("--json", action="store_true", help="one JSON object per job, with ids and timings")
     add_key_flags(parser)
-    sampling = parser.add_argument_group("sampling", "a job of --file may have its own")
-    add = sampling.add_argument
+    add_sampling_flags(parser.add_argument_group("sampling", "a job of --file may have its own").add_argument)
+    given = parser.parse_args()
+    if given.file is not None and given.prompt is not None:
+        parser.error("give a prompt or --file, not both")
+    if not 1 <= given.concurrency <= JOBS_PER_CLIENT:
+        parser.error(f"--concurrency must be from 1 to {JOBS_PER_CLIENT}")
+    if given.logit_bias is not None:
+        biases = dict(given.logit_bias)
+        if len(biases) < len(given.logit_bias):
+            parser.error("--logit-bias: one bias for each token id")
+        given.logit_bias = biases
+    return given
+
+
+def add_sampling_flags(add: Callable[..., Any]) -> None:
+    """A flag for each field of `SamplingParams`; values are the node's to judge."""
     add(
         "--max-tokens",
         type=int,
@@ -82,12 +96,25 @@ def parse_arguments() -> argparse.Namespace:
         help="may be repeated",
     )
     add("--ignore-eos", action="store_true", default=None, help="go on after the end-of-sequence token")
-    given = parser.parse_args()
-    if given.file is not None and given.prompt is not None:
-        parser.error("give a prompt or --file, not both")
-    if not 1 <= given.concurrency <= JOBS_PER_CLIENT:
-        parser.error(f"--concurrency must be from 1 to {JOBS_PER_CLIENT}")
-    return given
+    add("--min-tokens", type=int, metavar="N", help="nothing ends the answer before N tokens")
+    add("--presence-penalty", type=float, metavar="X", help="makes tokens that came less likely, once")
+    add("--frequency-penalty", type=float, metavar="X", help="makes them less likely each time they came")
+    add("--repetition-penalty", type=float, metavar="X", help="the same, the prompt's too; 1 is off")
+    add(
+        "--logit-bias",
+        action="append",
+        type=bias_of,
+        metavar="ID=BIAS",
+        help="make a token likelier, or less likely; may be repeated",
+    )
+    add("--logprobs", type=int, metavar="N", help="with --json: the probability of each token and N others")
+    add("-n", type=int, metavar="N", help="this many answers to each prompt")
+
+
+def bias_of(text: str) -> tuple[str, float]:
+    """A --logit-bias. Raises ValueError."""
+    token_id, _, bias = text.partition("=")
+    return str(int(token_id)), float(bias)
 
 
 def jobs_of(given: argparse.Namespace) -> list[BatchJob]:
@@ -201,7 +228,7 @@ class Sender:
     def __init__(self, given: argparse.Namespace, jobs: list[BatchJob]) -> None:
         self._given = given
         self._jobs = jobs
-        self._streams = len(jobs) == 1 and not given.json
+        self._streams = len(jobs) == 1 and not given.json and jobs[0].sampling.get("n", 1) == 1
         self._connected = False
         self._interrupted = False
         self._advance: Callable[[], None] = lambda: None
@@ -255,7 +282,9 @@ class Sender:
         if self._given.json:
             print(json.dumps(_plain(outcome), ensure_ascii=False), flush=True)
         elif isinstance(outcome.answer, Finished):
-            print("" if self._streams else f"[{outcome.job.label}] {outcome.text}", flush=True)
+            for number, choice in sorted(outcome.choices.items()):
+                label = f"{outcome.job.label}.{number + 1}" if outcome.answer.reasons else outcome.job.label
+                print("" if self._streams else f"[{label}] {choice.text}", flush=True)
         if not isinstance(outcome.answer, Finished) and not self._interrupted:
             code, detail = outcome.answer.code, outcome.answer.detail
             begun = "\n" if self._streams and outcome.text else ""
@@ -264,14 +293,27 @@ class Sender:
 
 def _plain(outcome: Outcome) -> dict[str, Any]:
     """An outcome for --json. The stages sum to the total."""
-    head = {"label": outcome.job.label, "text": outcome.text, "token_ids": outcome.token_ids}
     answer = outcome.answer
+    reasons = answer.reasons if isinstance(answer, Finished) else ()
+    if reasons or len(outcome.choices) > 1:
+        choices = [
+            {"index": number, **_plain_choice(choice), "finish_reason": dict(enumerate(reasons)).get(number)}
+            for number, choice in sorted(outcome.choices.items())
+        ]
+        head = {"label": outcome.job.label, "choices": choices}
+    else:
+        head = {"label": outcome.job.label, **_plain_choice(outcome.choices[0])}
     if isinstance(answer, Finished):
         tail = {"finish_reason": answer.reason, "path": answer.path}
         return head | tail | {"usage": asdict(answer.usage), "timings": asdict(answer.timings)}
     definite = getattr(answer, "definite", answer.code.definite)
     error = {"code": answer.code, "detail": answer.detail, "definite": definite, "advice": answer.code.advice}
     return head | {"error": error}
+
+
+def _plain_choice(choice: Choice) -> dict[str, Any]:
+    told = {"logprobs": [asdict(logprob) for logprob in choice.logprobs]} if choice.logprobs else {}
+    return {"text": choice.text, "token_ids": choice.token_ids, **told}
 
 
 def tell(text: str) -> None:

@@ -9,6 +9,7 @@ itself, it says so with its last words, stops the other and exits non-zero: noth
 import argparse
 import os
 import signal
+import socket
 import sys
 from types import FrameType
 
@@ -19,13 +20,19 @@ try:
     from common.config_file import read_config_file
     from common.errors import ConfigError, ExitStatus, TandemError
     from transport.launch.key_flags import value_of
-    from transport.launch.pair import BACKENDS, Pair, PairPlan
+    from transport.launch.pair import Pair
+    from transport.launch.pair_plan import BACKENDS, PairPlan
 except ModuleNotFoundError as error:
     sys.exit(f"{error.name} is missing: run scripts/demo.sh once, then .venv/bin/python scripts/up.py")
 except KeyboardInterrupt:
     sys.exit(6)
 
-EXTRA = {"--prefill-args": "prefill_extra", "--decode-args": "decode_extra"}
+EXTRA = {
+    "--prefill-args": "prefill_extra",
+    "--decode-args": "decode_extra",
+    "--gateway-args": "gateway",
+}
+HTTP_PORT = 8_000
 TURN_MS = 50
 EPILOG = """\
 further flags for the daemons come last, after the name of the one they are for:
@@ -50,7 +57,7 @@ class Launcher:
         """All phases; the exit status."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
-        tell("starting both nodes ...")
+        tell("starting the nodes; loading a model takes some seconds ...")
         self._pair = Pair(self._plan)
         try:
             self._serve()
@@ -67,6 +74,8 @@ class Launcher:
             self._pair.wait_ready(self._turn)
             self._pair.announce()
             print(self._ready_line(), flush=True)
+            if self._pair.gateway is not None:
+                tell(f"open {self._pair.gateway.endpoint} in a browser to chat and to see both nodes at work")
             tell(
                 'send a prompt from another terminal: .venv/bin/python scripts/send.py "Hello"; Ctrl-C stops'
             )
@@ -119,11 +128,16 @@ def parse_arguments(argv: list[str]) -> tuple[PairPlan, str]:
     given = parser.parse_args(own)
     if given.prefetch_depth is not None and given.prefetch_depth < 1:
         parser.error("--prefetch-depth must be at least 1; use --no-prefetch to turn it off")
+    if given.prefill_nodes < 1:
+        parser.error("--prefill-nodes must be at least 1")
     plan = PairPlan(
         kind=given.backend,
         model=given.model,
         max_tokens=given.max_tokens,
         prefetch_depth=0 if given.no_prefetch else given.prefetch_depth,
+        lanes=given.slots,
+        prefill_nodes=given.prefill_nodes,
+        gateway=gateway_flags(given, extra.pop("gateway")),
         decode_endpoint=given.decode_endpoint,
         prefill_endpoint=given.prefill_endpoint,
         key_file=value_of(given.key_file, flag_of("key_file"), variable_of("key_file")),
@@ -134,6 +148,27 @@ def parse_arguments(argv: list[str]) -> tuple[PairPlan, str]:
     if path is not None:
         plan = plan.with_file(read_config_file(path))
     return plan, "info" if given.verbose else "warning"
+
+
+def gateway_flags(given: argparse.Namespace, extra: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Flags of the gateway, None for no gateway. Without a word, its port is free: pairs do not clash."""
+    if given.no_gateway:
+        return None
+    port = given.http_port
+    if port is None:
+        port = HTTP_PORT if is_free(HTTP_PORT) else 0
+    return ("--port", str(port), *extra)
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody listens at a port of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def split_extra(argv: list[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
@@ -169,6 +204,11 @@ def make_parser() -> argparse.ArgumentParser:
     prefetch.add_argument(
         "--prefetch-depth", type=int, metavar="N", help="queued requests to prefill ahead (default: 1)"
     )
+    add("--slots", type=int, metavar="N", help="lanes: requests decoded at once (default: 1)")
+    add("--prefill-nodes", type=int, default=1, metavar="N", help="prefill nodes to start (default: 1)")
+    http = parser.add_mutually_exclusive_group()
+    http.add_argument("--http-port", type=int, metavar="PORT", help=f"of the gateway (default: {HTTP_PORT}, or a free one)")
+    http.add_argument("--no-gateway", action="store_true", help="no OpenAI-compatible HTTP, no page")
     add("--max-tokens", type=int, metavar="N", help="most tokens of prompt and answer together")
     add("--decode-endpoint", metavar="ENDPOINT", help="default: a socket that send.py finds")
     add("--prefill-endpoint", metavar="ENDPOINT", help="default: a private socket")

@@ -36,4 +36,10 @@ def _children() -> set[str]:
     tasks = Path("/proc/self/task")
     if not tasks.exists():
         return set()
-    return {child for task in tasks.glob("*/children") for child in task.read_text().split()}
+    children: set[str] = set()
+    for task in tasks.glob("*/children"):
+        try:
+            children.update(task.read_text().split())
+        except FileNotFoundError:
+            continue  # that thread ended meanwhile
+    return children

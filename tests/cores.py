@@ -139,7 +139,7 @@ class Pair:
             case ev.ClosePlane(session=session):
                 del self.device.mappings[session]
                 self.unmapped.append(session)
-            case commands.PrepareSubmission() | commands.PushTokens():
+            case commands.PrepareSubmission() | commands.TokenizeText() | commands.PushTokens():
                 self.text_commands.append(effect)
             case commands.ForgetJob():
                 self.text_commands.append(effect)

@@ -20,8 +20,8 @@ from common.messages import NodeProfile, PrefillDone
 from decode_node import commands
 from decode_node import events as ev
 from decode_node.sampler import JobSampler, ending_token_ids
-from decode_node.submission import Refusal, prepare
-from decode_node.text import TextStream
+from decode_node.submission import Refusal, prepare, tokenize
+from decode_node.text import TextStream, spelled_logprobs
 from prefill_node.events import ChunkComputed, RunChunk
 
 VOCABULARY = 26
@@ -80,12 +80,18 @@ class Text:
         match command:
             case commands.PrepareSubmission(job_id=job_id):
                 return self._prepare(job_id, command)
+            case commands.TokenizeText(session=session, request=request):
+                result = tokenize(request.prompt, request.messages, request.token_ids, LetterTokenizer())
+                if isinstance(result, Refusal):
+                    return ev.TokenizeRefused(session, request.label, result.code, result.detail)
+                return ev.TextTokenized(session, request.label, result.token_ids, result.text)
             case commands.PushTokens(job_id=job_id) if job_id in self.streams:
                 stream = self.streams[job_id]
                 delta = stream.push((command.token_id,))
                 rest = stream.finish().text if command.final and not delta.stopped else ""
                 token_ids, text = (command.token_id,), delta.text + rest
-                return ev.TextProduced(job_id, token_ids, text, delta.stopped, command.final)
+                logprobs = spelled_logprobs(command.logprobs, LetterTokenizer())
+                return ev.TextProduced(job_id, token_ids, text, delta.stopped, command.final, logprobs)
             case commands.ForgetJob(job_id=job_id):
                 self.streams.pop(job_id, None)
         return None
@@ -103,7 +109,9 @@ class Text:
         if isinstance(result, Refusal):
             return ev.SubmissionRefused(job_id, result.code, result.detail)
         silent = ending_token_ids(result.sampling, frozenset())
-        self.streams[job_id] = TextStream(LetterTokenizer(), result.sampling.stop, silent)
+        self.streams[job_id] = TextStream(
+            LetterTokenizer(), result.sampling.stop, silent, result.sampling.min_tokens
+        )
         prompt = np.asarray(result.prompt_ids, dtype="<i4").tobytes()
         return ev.SubmissionPrepared(job_id, prompt, prompt_digest(result.prompt_ids), result.sampling)
 
@@ -158,8 +166,10 @@ class Device:
                 self.lanes[lane] = np.frombuffer(command.prompt, dtype="<i4").tolist()
                 if command.keep_token:
                     return ev.LocalPrefillEnded(job_id, lane, None, None, 1_000)
-                sampled = self._sampler(job_id, command.sampling).sample(logits_of(self.lanes[lane]))
-                return ev.LocalPrefillEnded(job_id, lane, sampled.token_id, sampled.finish_reason, 1_000)
+                sampler = self._sampler(job_id, command.sampling, command.prompt)
+                sampled = sampler.sample(logits_of(self.lanes[lane]))
+                token_id, reason, logprobs = sampled.token_id, sampled.finish_reason, sampled.logprobs
+                return ev.LocalPrefillEnded(job_id, lane, token_id, reason, 1_000, logprobs=logprobs)
             case commands.StartDecode(job_id=job_id, lane=lane, token_id=token_id):
                 self.running[lane] = (job_id, token_id)
             case commands.StopLane(lane=lane):
@@ -182,18 +192,19 @@ class Device:
         self.running[lane] = (job_id, sampled.token_id)
         if sampled.finish_reason is not None:
             del self.running[lane]
-        return ev.TokenSampled(job_id, lane, sampled.token_id, sampled.finish_reason, 1_000, None)
+        token_id, reason = sampled.token_id, sampled.finish_reason
+        return ev.TokenSampled(job_id, lane, token_id, reason, 1_000, None, sampled.logprobs)
 
-    def _sampler(self, job_id: str, sampling: Any) -> JobSampler:
-        return self.samplers.setdefault(job_id, JobSampler(sampling, frozenset()))
+    def _sampler(self, job_id: str, sampling: Any, prompt: bytes) -> JobSampler:
+        return self.samplers.setdefault(job_id, JobSampler(sampling, frozenset(), prompt=prompt))
 
     def _sample_first(self, command: commands.SampleFirst) -> Any:
         record, job_id = command.record, command.job_id
         if bytes_digest(record.logits) != record.logits_digest:
             return ev.LogitsRefused(job_id, ErrorCode.KV_CORRUPT, "the logits do not match their digest")
         row = np.frombuffer(record.logits, dtype="<f4")
-        sampled = self._sampler(job_id, command.sampling).sample(row)
-        return ev.FirstTokenSampled(job_id, sampled.token_id, sampled.finish_reason)
+        sampled = self._sampler(job_id, command.sampling, command.prompt).sample(row)
+        return ev.FirstTokenSampled(job_id, sampled.token_id, sampled.finish_reason, sampled.logprobs)
 
     def _import(self, command: commands.StartImport) -> ev.ImportEnded:
         record = command.record

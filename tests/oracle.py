@@ -2,10 +2,14 @@
 
 Decides the expected token ids of one job in one process, for the unit, contract and process tests. Written
 from the definition at the head of `common/engines/emulated.py` in plain integers, with its own constants: it
-must never import that module, or both could be wrong together.
+must never import that module, or both could be wrong together. Nor the sampler: what a job's fields do to
+logits is stated here once more.
 """
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
 import xxhash
 
@@ -105,3 +109,75 @@ def expected_tokens(
             break
         conversation.feed(token_id)
     return tokens
+
+
+LOGIT_FIELDS = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
+
+
+def processed_logits(
+    logits: Sequence[float],
+    prompt_ids: Sequence[int],
+    answer: Sequence[int],
+    ends: Collection[int],
+    *,
+    logit_bias: Mapping[int, float] | None = None,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    min_tokens: int = 0,
+) -> list[float]:
+    """What the next token is drawn from; `answer`: what came so far, `ends`: ids that may end a job."""
+    scores = list(logits)
+    for token_id, bias in (logit_bias or {}).items():
+        scores[int(token_id)] += bias
+    for token_id in {*prompt_ids, *answer}:
+        if scores[token_id] > 0:
+            scores[token_id] /= repetition_penalty
+        else:
+            scores[token_id] *= repetition_penalty
+    for token_id in set(answer):
+        scores[token_id] -= frequency_penalty * list(answer).count(token_id)
+        scores[token_id] -= presence_penalty
+    if len(answer) < min_tokens:
+        for token_id in ends:
+            scores[token_id] = -math.inf
+    return scores
+
+
+def logprobs_of(logits: Sequence[float]) -> list[float]:
+    """Logarithm of each token's probability."""
+    greatest = max(logits)
+    total = greatest + math.log(math.fsum(math.exp(logit - greatest) for logit in logits))
+    return [logit - total for logit in logits]
+
+
+def answer_to(
+    prompt_ids: Sequence[int],
+    max_tokens: int,
+    *,
+    temperature: float = 0.0,
+    uniforms: Sequence[float] = (),
+    stop_token_ids: Collection[int] = (),
+    ignore_eos: bool = False,
+    **fields: Any,
+) -> list[int]:
+    """Token ids of a job with `LOGIT_FIELDS`: greedy, or drawn with one of `uniforms` for each token."""
+    conversation = Conversation(0)
+    for token_id in prompt_ids:
+        conversation.feed(token_id)
+    forbidden = {END_OF_SEQUENCE, *stop_token_ids}
+    ends = set(stop_token_ids) | (set() if ignore_eos else {END_OF_SEQUENCE})
+    answer: list[int] = []
+    while len(answer) < max_tokens:
+        scores = processed_logits(conversation.logits(), prompt_ids, answer, forbidden, **fields)
+        if temperature:
+            weights = [math.exp(value) for value in logprobs_of([score / temperature for score in scores])]
+            running = list(accumulate(weights))
+            point = uniforms[len(answer)] * running[-1]
+            answer.append(next(token_id for token_id, upper in enumerate(running) if upper > point))
+        else:
+            answer.append(scores.index(max(scores)))
+        if answer[-1] in ends:
+            break
+        conversation.feed(answer[-1])
+    return answer

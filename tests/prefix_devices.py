@@ -167,7 +167,7 @@ class PrefixDevice(Device):
         self.computed += len(prompt) - cached_tokens
         token_id = reason = None
         if not command.keep_token:
-            sampler = self._sampler(command.job_id, command.sampling)
+            sampler = self._sampler(command.job_id, command.sampling, command.prompt)
             sampled = sampler.sample(logits_of(self.lanes[command.lane]))
             token_id, reason = sampled.token_id, sampled.finish_reason
         return ev.LocalPrefillEnded(

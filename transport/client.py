@@ -115,7 +115,7 @@ class Client:
         turns = None if messages is None else tuple(messages)
         ids = None if prompt_ids is None else tuple(prompt_ids)
         job = Submit(label, prompt, turns, ids, sampling or {}, cache_salt)
-        problem = _unsendable(job)
+        problem = problem_of(job)
         if problem is not None:
             self._arrived.append(Rejected(label, ErrorCode.INVALID_REQUEST, problem))
             return
@@ -269,10 +269,10 @@ class Client:
         self._live.clear()
 
 
-def _unsendable(job: Submit) -> str | None:
-    """What keeps a job from travelling; asked before it gets a number, as a gap would end the session."""
+def problem_of(message: Any) -> str | None:
+    """What keeps a message from travelling; asked before it gets a number, as a gap would end the session."""
     try:
-        decode(encode(Header("", 1), job))
+        decode(encode(Header("", 1), message))
     except PeerProtocolError as error:
         return error.detail
     except (TypeError, ValueError, OverflowError) as error:

@@ -112,7 +112,8 @@ def _counted() -> Callable[[Any], Any]:
 
 
 def _unpack(frame: bytes) -> dict[str, Any]:
-    count = _counted()
+    # A shorter frame has no room for too many.
+    count = _counted() if len(frame) > limits.MESSAGE_CONTAINERS else None
     try:
         value = msgpack.unpackb(
             frame,

@@ -8,6 +8,7 @@ by a check that chunked computation through the slab gives the logits of plain c
 """
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from common import clock
 from common.engines.interface import Capabilities, ModelIdentity
+from common.engines.lane_batch import LanesCache, batch_rows, lanes_attention, speed_up_rows
 from common.engines.model_files import ModelFiles, resolve_model
 from common.engines.registry import EngineSettings
 from common.engines.slab_cache import (
@@ -27,7 +29,6 @@ from common.engines.slab_cache import (
     CausalBand,
     SlabCache,
     as_wire,
-    slab_attention,
     slot_memory,
     wire_piece,
 )
@@ -43,9 +44,12 @@ LONGEST_CHUNK_MS_MIN = 10_000
 # Root mean square of what the logits of the check at load may differ by, as a share of their spread.
 _TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 
+# What a model raises that does something else with its KV than an ordinary one.
+_MODEL_ERRORS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
 _INTERLEAVED_ROPE = {"codegen", "cohere", "cohere2", "ernie4_5", "glm", "glm4", "gptj"}
 
-AttentionInterface.register("slab", slab_attention)
+AttentionInterface.register("slab", lanes_attention)
 
 
 class _Model:
@@ -58,6 +62,7 @@ class _Model:
         self.capabilities = _capabilities(settings, files, self._config, lanes)
         dtype = TORCH_DTYPES[settings.dtype]
         self._model = _load(files, self._config, dtype)
+        speed_up_rows(self._model)
         self._band = CausalBand(self.capabilities.chunk_tokens, self.capabilities.max_tokens, dtype)
         self._positions = torch.arange(self.capabilities.max_tokens)[None]
 
@@ -82,6 +87,27 @@ class _Model:
             return None
         return self._model(**arguments, logits_to_keep=1).logits[0, -1].float().numpy()
 
+    @torch.inference_mode()
+    def step(
+        self, cache: LanesCache, lanes: list[int], positions: list[int], token_ids: list[int]
+    ) -> np.ndarray:
+        """One token behind each of several lanes, at that lane's position.
+
+        Logits are float32 `[lane, vocab_size]`. The pass gets rows of no lane, whose token is the first
+        lane's: they are neither kept nor read.
+        """
+        check(max(positions) < self.capabilities.max_tokens, "a lane has no room for another position")
+        cache.begin(list(zip(lanes, positions, strict=True)))
+        spare = batch_rows(len(lanes)) - len(lanes)
+        logits = self._model(
+            input_ids=torch.tensor(token_ids + token_ids[:1] * spare)[:, None],
+            position_ids=torch.tensor(positions + positions[:1] * spare)[:, None],
+            attention_mask=None,
+            cache=cache,
+            use_cache=True,
+        ).logits
+        return logits[: len(lanes), -1].float().numpy()
+
     def prefill_chunk(
         self, cache: SlabCache, token_ids: np.ndarray, start: int, end: int
     ) -> np.ndarray | None:
@@ -91,41 +117,53 @@ class _Model:
         chunk = torch.tensor(token_ids[start:end], dtype=torch.int64)
         return self.forward(cache, chunk, start, with_logits=end == len(token_ids))
 
-    def warm_up(self, cache: SlabCache) -> int:
-        """Check the model through `cache` and time a chunk; returns the bound of a chunk's time in ms.
+    def sample_ids(self, count: int) -> np.ndarray:
+        """Ids from all over the vocabulary: the first few are special, and odd in bfloat16."""
+        count = min(count, self.capabilities.max_tokens)
+        return np.linspace(0, self.capabilities.identity.vocab_size, count + 2, dtype=np.int64)[1:-1]
+
+    def check_equal(self, expected: np.ndarray, found: np.ndarray, cause: str) -> None:
+        """Raise ConfigError, with what made the difference, for logits that differ more than dtypes do."""
+        difference = float(np.sqrt(np.square(expected - found).mean()) / expected.std())
+        if not difference < _TOLERANCE[self.capabilities.dtype]:
+            raise ConfigError(
+                f"this model does not keep an ordinary KV cache: {cause} changes its logits by "
+                f"{difference:.2g} of their spread"
+            )
+
+    def warm_up(self, cache: SlabCache) -> Capabilities:
+        """Check the model through `cache` and time a chunk; what the engine declares, its speed included.
 
         Raises ConfigError when the model cannot run this way or gives other logits than without a cache.
         """
-        # Ids from all over the vocabulary: the first few are special, and odd in bfloat16.
-        count = min(8, self.capabilities.max_tokens)
-        ids = np.linspace(0, self.capabilities.identity.vocab_size, count + 2, dtype=np.int64)[1:-1]
+        ids = self.sample_ids(8)
         bounds = [(0, 1), (1, len(ids) - 1), (len(ids) - 1, len(ids))]
         try:
             with torch.inference_mode():
                 plain = self._model(torch.from_numpy(ids)[None], use_cache=False).logits[0, -1].float()
             for start, end in (pair for pair in bounds if pair[0] < pair[1]):
                 chunked = self.prefill_chunk(cache, ids, start, end)
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except _MODEL_ERRORS as error:
             raise ConfigError(f"the torch engine cannot run this model: {error}") from error
-        difference = float((plain - torch.from_numpy(chunked)).square().mean().sqrt() / plain.std())
-        if not difference < _TOLERANCE[self.capabilities.dtype]:
-            raise ConfigError(
-                f"this model does not keep an ordinary KV cache: computing in chunks changes its logits "
-                f"by {difference:.2g} of their spread"
-            )
-        return self._chunk_bound_ms(cache)
+        self.check_equal(plain.numpy(), chunked, "computing in chunks")
+        chunk_us = self._chunk_us(cache)
+        bound_ms = self._chunk_bound_ms(chunk_us)
+        return replace(self.capabilities, longest_chunk_ms=bound_ms, chunk_us=chunk_us)
 
-    def _chunk_bound_ms(self, cache: SlabCache) -> int:
+    def _chunk_us(self, cache: SlabCache) -> int:
+        """What a full chunk takes."""
+        ids = np.zeros(self.capabilities.chunk_tokens + 1, dtype=np.int64)
+        began_us = clock.now_us()
+        self.prefill_chunk(cache, ids, 0, self.capabilities.chunk_tokens)
+        return clock.now_us() - began_us
+
+    def _chunk_bound_ms(self, chunk_us: int) -> int:
         """An upper bound of a chunk's time: that of a full one, made longer by attention at full length."""
         declared = self.capabilities
-        ids = np.zeros(declared.chunk_tokens + 1, dtype=np.int64)
-        began_us = clock.now_us()
-        self.prefill_chunk(cache, ids, 0, declared.chunk_tokens)
-        measured_ms = (clock.now_us() - began_us) / 1000
         # Per token: 4 operations per layer, position and query element, against 2 per weight.
         query_elements = self._config.num_attention_heads * declared.identity.head_dim
         attention = 2 * declared.max_tokens * query_elements * declared.identity.layers
-        longest_ms = measured_ms * (1 + attention / self._model.num_parameters())
+        longest_ms = chunk_us / 1000 * (1 + attention / self._model.num_parameters())
         return max(LONGEST_CHUNK_MS_MIN, round(STALL_FACTOR * longest_ms))
 
 
@@ -136,9 +174,7 @@ class TorchPrefillEngine:
         self._model = _Model(settings, lanes=0)
         layout = self._model.capabilities.layout
         scratch = slot_memory(memoryview(bytearray(layout.slot_bytes)), layout)
-        self.capabilities = replace(
-            self._model.capabilities, longest_chunk_ms=self._model.warm_up(SlabCache(scratch))
-        )
+        self.capabilities = self._model.warm_up(SlabCache(scratch))
         self._slots: list[SlabCache] = []
 
     def attach(self, slots: list[memoryview]) -> None:
@@ -153,7 +189,7 @@ class TorchPrefillEngine:
 
 
 class TorchDecodeEngine:
-    """`DecodeEngine` of a Hugging Face model. Lanes are computed one after another."""
+    """`DecodeEngine` of a Hugging Face model. Several lanes are computed in one batch, one as it is alone."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._model = _Model(settings, settings.lanes)
@@ -163,10 +199,28 @@ class TorchDecodeEngine:
             (layers, 2, settings.lanes, kv_heads, max_tokens, head_dim), dtype=TORCH_DTYPES[layout.dtype]
         )
         self._lanes = [SlabCache(self._memory[:, :, lane]) for lane in range(settings.lanes)]
+        self._batch = LanesCache(self._memory)
         self._lengths = [0] * settings.lanes
-        self.capabilities = replace(
-            self._model.capabilities, longest_chunk_ms=self._model.warm_up(self._lanes[0])
-        )
+        self.capabilities = self._model.warm_up(self._lanes[0])
+        if settings.lanes > 1:
+            self._check_batch()
+
+    def _check_batch(self) -> None:
+        """Raises ConfigError when a step of two lanes does not give what each of them gives alone."""
+        ids = self._model.sample_ids(3).tolist()
+        alone = [self.step([0], [token_id])[0] for token_id in ids][-1]
+        self.set_length(0, 0)
+        both = self.step([0], ids[:1])
+        try:
+            for behind, token_id in pairwise(ids):
+                both = self.step([0, 1], [token_id, behind])
+        except _MODEL_ERRORS as error:
+            raise ConfigError(
+                f"the torch engine cannot decode this model in several lanes: {error}"
+            ) from error
+        self._model.check_equal(alone, both[0], "decoding several lanes")
+        self.set_length(0, 0)
+        self.set_length(1, 0)
 
     def write_kv(self, lane: int, layer: int, start: int, piece: np.ndarray) -> None:
         source = wire_piece(piece, self.capabilities.dtype)
@@ -182,13 +236,16 @@ class TorchDecodeEngine:
         self._lengths[lane] = token_count
 
     def step(self, lanes: list[int], token_ids: list[int]) -> np.ndarray:
-        logits = []
-        for lane, token_id in zip(lanes, token_ids, strict=True):
-            position = self._lengths[lane]
-            token = torch.tensor([token_id])
-            logits.append(self._model.forward(self._lanes[lane], token, position, with_logits=True))
-            self._lengths[lane] = position + 1
-        return np.stack(logits)
+        positions = [self._lengths[lane] for lane in lanes]
+        if len(lanes) == 1:
+            token = torch.tensor(token_ids)
+            cache = self._lanes[lanes[0]]
+            logits = self._model.forward(cache, token, positions[0], with_logits=True)[None]
+        else:
+            logits = self._model.step(self._batch, lanes, positions, token_ids)
+        for lane in lanes:
+            self._lengths[lane] += 1
+        return logits
 
     def prefill_chunk(self, lane: int, token_ids: np.ndarray, start: int, end: int) -> np.ndarray | None:
         logits = self._model.prefill_chunk(self._lanes[lane], token_ids, start, end)

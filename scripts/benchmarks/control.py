@@ -17,7 +17,8 @@ from common.errors import NodeUnavailable
 from common.ids import new_incarnation
 from common.messages import Hello, HelloOk, Ping, Role
 from transport.codec import Header, decode, encode
-from transport.launch.pair import BACKENDS, Pair, PairPlan
+from transport.launch.pair import Pair
+from transport.launch.pair_plan import BACKENDS, PairPlan
 from transport.link import DealerLink
 from transport.zmq_sockets import new_context
 

@@ -28,7 +28,8 @@ from transport.client import Client
 from transport.key_files import make_key_pair
 from transport.launch.batch import Batch, BatchJob
 from transport.launch.daemon_process import DaemonProcess
-from transport.launch.pair import BACKENDS, Pair, PairPlan
+from transport.launch.pair import Pair
+from transport.launch.pair_plan import BACKENDS, PairPlan
 
 EXPOSED_GOAL = 0.10
 GOAL_MBIT = 1_000
@@ -94,13 +95,13 @@ def plan_of(options: argparse.Namespace, link: Link, control_port: int, bulk_por
     )
 
 
-def daemon_on(link: Link) -> Callable[[str, list[str], Path], DaemonProcess]:
+def daemon_on(link: Link) -> Callable[[str, list[str], Path, str], DaemonProcess]:
     """What starts a daemon on its host, for `Pair`."""
 
-    def start(program: str, arguments: list[str], directory: Path) -> DaemonProcess:
+    def start(program: str, arguments: list[str], directory: Path, suffix: str) -> DaemonProcess:
         if program not in link.hosts:
-            return DaemonProcess(program, arguments, directory)
-        own = directory / program
+            return DaemonProcess(program, arguments, directory, suffix)
+        own = directory / f"{program}{suffix}"
         own.mkdir()
         words = [MARK + link.hosts[program], program, *arguments]
         return DaemonProcess("scripts.benchmarks.on_host", words, own)

@@ -15,7 +15,8 @@ from benchmarks.figures import even, prompts
 from common.engines.registry import NAMED_MODEL
 from transport.client import Client
 from transport.launch.batch import Batch, BatchJob
-from transport.launch.pair import BACKENDS, Pair, PairPlan
+from transport.launch.pair import Pair
+from transport.launch.pair_plan import BACKENDS, PairPlan
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

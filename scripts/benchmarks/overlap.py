@@ -23,7 +23,8 @@ from common.messages import Finished
 from transport.client import Client
 from transport.launch.batch import Batch, BatchJob
 from transport.launch.flow_shop import makespan, plain_sum
-from transport.launch.pair import BACKENDS, Pair, PairPlan
+from transport.launch.pair import Pair
+from transport.launch.pair_plan import BACKENDS, PairPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from common.errors import NodeUnavailable
 from common.kv_layout import KvLayout
 from common.messages import Finished, Tokens
 from transport.client import Client
-from transport.launch.pair import BACKENDS, Pair, PairPlan
+from transport.launch.pair import Pair
+from transport.launch.pair_plan import BACKENDS, PairPlan
 
 BLOCK_TOKENS = 16
 CACHE = ("--prefix-cache-mb", "256", "--prefix-block-tokens", str(BLOCK_TOKENS))

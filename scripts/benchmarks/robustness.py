@@ -33,7 +33,8 @@ from common.messages import Finished
 from transport.client import Client
 from transport.launch.batch import Batch, BatchJob
 from transport.launch.daemon_process import DaemonProcess
-from transport.launch.pair import BACKENDS, Pair, PairPlan
+from transport.launch.pair import Pair
+from transport.launch.pair_plan import BACKENDS, PairPlan
 
 ARMS = ("on", "off", "twin")
 # Of a job's KV: by the producer as it is computed, again before the logits, and at the import.
@@ -47,8 +48,8 @@ BLOCK_JOBS = 50
 class UncheckedDaemon(DaemonProcess):
     """A daemon whose checks are off."""
 
-    def __init__(self, program: str, arguments: list[str], directory: Path) -> None:
-        own = directory / program
+    def __init__(self, program: str, arguments: list[str], directory: Path, suffix: str) -> None:
+        own = directory / f"{program}{suffix}"
         own.mkdir()
         super().__init__("scripts.benchmarks.unchecked", [program, *arguments], own)
 

@@ -29,7 +29,7 @@ from common.kv_layout import KvLayout, chunk_bounds
 from common.log import NodeLog
 from common.messages import PrefillDone
 from decode_node.kv_import import PIECE_BYTES, KvImport, KvSource
-from transport.launch.pair import split_cpus
+from transport.launch.pair_plan import split_cpus
 from transport.slab import Slab, SlabView
 
 PROMPT_TOKENS = 1_024

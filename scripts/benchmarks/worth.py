@@ -22,9 +22,6 @@ from common.client_messages import Timings
 from common.engines.registry import NAMED_MODEL
 from common.errors import ConfigError, NodeUnavailable
 from common.messages import Finished
-from transport.client import Client
-from transport.launch.batch import Batch, BatchJob
-from transport.launch.pair import BACKENDS, Pair, PairPlan
 from common.remote_worth import (
     LinearCost,
     fit,
@@ -32,6 +29,10 @@ from common.remote_worth import (
     paying_lengths,
     paying_lengths_with_prefetch,
 )
+from transport.client import Client
+from transport.launch.batch import Batch, BatchJob
+from transport.launch.pair import Pair
+from transport.launch.pair_plan import BACKENDS, PairPlan
 
 ANSWER_TOKENS = 8
 UNSURE = (

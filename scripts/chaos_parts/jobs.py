@@ -18,7 +18,8 @@ from common.errors import ErrorCode, TandemError
 from common.messages import Accepted, Failed, Finished, Rejected, Tokens
 from transport.client import Client
 from transport.launch.batch import Batch, BatchJob
-from transport.launch.pair import Pair, PairPlan
+from transport.launch.pair import Pair
+from transport.launch.pair_plan import PairPlan
 
 FINISHED = "FINISHED"
 

@@ -26,7 +26,7 @@ from chaos_parts.watch import Watch, is_quiet, orphan_bound_ms
 from common.clock import now_ms, pause_ms
 from common.errors import NodeUnavailable
 from transport.client import Client
-from transport.launch.pair import split_cpus
+from transport.launch.pair_plan import split_cpus
 from transport.launch.run_directory import RunDirectory
 from transport.slab import remove_stale_slabs
 

@@ -58,11 +58,12 @@ class Script:
 
 
 class Up(Script):
-    """`up.py` with emulated nodes, ready."""
+    """`up.py` with emulated nodes, ready; without the gateway, unless its port is named."""
 
     def __init__(self, runtime: Path, *arguments: str) -> None:
         backend = () if "--config" in arguments else ("--backend", "emulated")
-        super().__init__(runtime, "up", *backend, *arguments)
+        gateway = () if "--http-port" in arguments else ("--no-gateway",)
+        super().__init__(runtime, "up", *backend, *gateway, *arguments)
         self.wait_for(lambda: "\n" in self.output)
         words = self.output.replace(",", " ").split()
         assert words[:2] == ["ready:", "decode"]

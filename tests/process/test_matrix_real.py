@@ -1,7 +1,8 @@
 """A few cells of the matrix with the real model: a fault in one job never shows in another's tokens.
 
-One prefetching, remote-only pair serves all of them. The right tokens are those of the same pair undisturbed;
-that these are `generate()`'s is shown elsewhere.
+Half of them run on every change, all of them at night (`pytest -m "nightly or not nightly"`).
+One prefetching, remote-only pair serves all of them. The right tokens are those of the same pair
+undisturbed; that these are `generate()`'s is shown elsewhere.
 """
 
 import os
@@ -28,12 +29,14 @@ PATIENCE = ("--suspect-ms", "1500", "--dead-after-ms", "3000", "--lease-ms", "20
 PREFILL_FLAGS = (*MODEL, *PATIENCE, "--chunk-tokens", "64", "--cpus", str(CPUS[0]))
 DECODE_FLAGS = (*MODEL, *PATIENCE, "--cpus", str(CPUS[-1]))
 CELLS: list[Cell] = [
-    (Place.PREFILLING, Cause.CANCEL),
     (Place.PREFILLING, Cause.PREFILL_ERROR),
-    (Place.PREFILLED, Cause.LEAVE),
     (Place.IMPORTING, Cause.CANCEL),
-    (Place.DECODING, Cause.CANCEL),
     (Place.IMPORTING, Cause.PREFILL_STOPPED),
+]
+NIGHTLY: list[Cell] = [
+    (Place.PREFILLING, Cause.CANCEL),
+    (Place.PREFILLED, Cause.LEAVE),
+    (Place.DECODING, Cause.CANCEL),
 ]
 
 
@@ -74,5 +77,12 @@ def jobs(pair: Pair) -> Jobs:
 def test_a_fault_in_a_state_has_its_one_right_answer_with_the_real_model(
     pair: Pair, jobs: Jobs, cell: Cell
 ) -> None:
+    place, cause = cell
+    play_on(Scene(pair, place, cause, jobs), EXPECTED[cause][place])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cell", NIGHTLY, ids=name_of)
+def test_other_faults_in_other_states_have_theirs(pair: Pair, jobs: Jobs, cell: Cell) -> None:
     place, cause = cell
     play_on(Scene(pair, place, cause, jobs), EXPECTED[cause][place])

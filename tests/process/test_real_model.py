@@ -17,7 +17,8 @@ from common.messages import Finished
 from tests.equivalence.test_torch_engine import TEXT
 from transport.client import Client
 from transport.launch.batch import Batch, BatchJob, Outcome
-from transport.launch.pair import Pair, PairPlan
+from transport.launch.pair import Pair
+from transport.launch.pair_plan import PairPlan
 
 pytestmark = pytest.mark.real_model
 

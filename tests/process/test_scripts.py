@@ -30,7 +30,7 @@ from tests.process.script_runs import (
 )
 from transport.client import Client
 from transport.launch.daemon_process import DaemonProcess
-from transport.launch.pair import EMULATED_MAX_TOKENS
+from transport.launch.pair_plan import EMULATED_MAX_TOKENS
 
 DEMO_PROMPTS = ROOT / "scripts" / "demo_prompts.jsonl"
 

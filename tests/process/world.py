@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from common.client_messages import TokenLogprob
 from common.errors import NodeUnavailable
 from common.messages import Accepted, Failed, Finished, Rejected, Tokens
 from tests import oracle
@@ -47,6 +48,7 @@ class Answer:
     accepted: Accepted | None = None
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     end: Finished | Failed | Rejected | None = None
 
     @property
@@ -93,6 +95,7 @@ class JobClient:
                     assert answer.end is None, "tokens after the end of their job"
                     answer.token_ids += token_ids
                     answer.text += text
+                    answer.logprobs += message.logprobs
                 case Finished() | Failed() | Rejected():
                     assert answer.end is None, "a job was answered twice"
                     answer.end = message

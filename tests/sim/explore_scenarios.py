@@ -118,15 +118,15 @@ _TCP_ALONE = over_tcp(
     )
 )
 _TCP_PAIR = over_tcp(
-    faulty("two jobs over tcp, a cancel, a broken bulk connection", SHORT, BRIEF, cancel=1, bulk_lost=1)
+    faulty("two jobs over tcp, a cancel or a broken bulk connection", SHORT, BRIEF, cancel=1, bulk_lost=1)
 )
 
 CI = (
-    replace(_ALONE, leaps_to=(0,), faults_max=3),
+    replace(_ALONE, leaps_to=(0,), faults_max=2),
     replace(_PAIR, leaps_to=(0,), at_once=True),
     faulty("a job, any fault of a thread", SHORT, **dict.fromkeys(OF_THREADS, 1)),
     replace(faulty("a job, any other fault", SHORT, **dict.fromkeys(_OTHERS, 1)), faults_max=1),
-    replace(_TCP_PAIR, at_once=True),
+    replace(_TCP_PAIR, at_once=True, faults_max=1),
     replace(_BULK, faults_max=1),
 )
 NIGHTLY = (
@@ -140,6 +140,7 @@ NIGHTLY = (
     replace(
         over_tcp(_PAIR, profile=HUGE), name="two jobs over tcp, one of each", leaps_to=(0,), at_once=True
     ),
+    replace(_TCP_PAIR, name="two jobs over tcp, a cancel and a broken bulk connection", at_once=True),
     replace(_TCP_PAIR, name="two jobs over tcp, sent at any time, a cancel, a broken bulk connection"),
     replace(_BULK, name="a job over tcp, any two faults of its bulk connection", faults_max=2),
 )

@@ -164,11 +164,11 @@ class Run:
             return choices.one_of(aimed)
         if (stops := aim.in_copy(world)) and choices.chance(STOP_SHARE):
             return choices.one_of(stops)
-        prompt = world.prompt_options()
         if choices.chance(self.submit_share):
             ready = [client for client in world.clients if world.may_submit(client)]
             if ready:
                 return Option("submit", choices.one_of(ready).name)
+        prompt = world.prompt_options()
         late = self.delays and choices.chance(0.12)
         if prompt and not late:
             option = choices.one_of(prompt)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.sim.mutants import HAND_MADE, ROOT, patched_source, source_of
 from tests.sim.mutants_drawn import PASSED_OVER, all_sites, draw, drawn_source
-from tests.sim.mutants_run import CAUGHT, DRAWN_COUNT, SURVIVED, all_mutants
+from tests.sim.mutants_run import CAUGHT, DRAWN_COUNT, SURVIVED, mutant_named
 
 DRAWN = [site.name for site in draw(DRAWN_COUNT)]
 NAMES = [mutant.name for mutant in HAND_MADE] + DRAWN
@@ -51,7 +51,8 @@ def test_five_mutants_are_drawn_and_each_is_another_program() -> None:
     sites = draw(DRAWN_COUNT)
     assert len({drawn_source(site) for site in sites}) == DRAWN_COUNT
     assert {site.kind for site in draw(40)} == {"negate", "drop"}
-    assert len(all_mutants()) == len(HAND_MADE) + DRAWN_COUNT
+    assert len(set(NAMES)) == len(HAND_MADE) + DRAWN_COUNT
+    assert [mutant_named(site.name)[0] for site in sites] == [site.module for site in sites]
 
 
 def test_what_is_passed_over_exists_and_has_a_reason() -> None:

@@ -324,3 +324,8 @@ def test_the_cache_directory_in_the_environment_is_not_taken_for_an_option() -> 
     config = parse(PrefillConfig, [], "1", environment={"TANDEM_CACHE": "/somewhere"})
 
     assert config == PrefillConfig()
+
+
+def test_variables_of_the_gateway_and_of_clients_are_none_of_a_nodes_business() -> None:
+    others = {"TANDEM_GATEWAY_PORT": "1", "TANDEM_API_KEY": "k"}
+    assert parse(DecodeConfig, [], "0", others) == parse(DecodeConfig, [], "0", {})

@@ -17,7 +17,7 @@ from common.decode_config import DecodeConfig
 from common.errors import ConfigError
 from common.limits import CONFIG_FILE_BYTES
 from common.prefill_config import PrefillConfig
-from transport.launch.pair import PairPlan
+from transport.launch.pair_plan import PairPlan
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "pair.toml"
@@ -162,7 +162,7 @@ def test_a_bad_file_is_refused_by_both_nodes_with_place_fault_and_remedy(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[decode]\nslots = 4", "--slots 4: backend torch decodes 1 request at once"),
+        ("[decode]\nslots = 400", "--slots 400: backend torch decodes 256 requests at once"),
         ('dtype = "float8"', "--dtype: Input should be 'float32', 'bfloat16' or 'float16'"),
         ("emulated-decode-ms = nan", "--emulated-decode-ms: "),
         ("cpus = ['a']", "--cpus: "),
@@ -225,7 +225,7 @@ def plan_with(path: str, **fields: Any) -> tuple[PrefillConfig, DecodeConfig]:
     plan = PairPlan(**fields).with_file(read_config_file(path))
     worker = plan.prefill_endpoint or "ipc:///own-p"
     prefill = parse(PrefillConfig, plan.prefill_flags(worker, ()), "0", {})
-    flags = plan.decode_flags(plan.decode_endpoint or "ipc:///own-d", worker, ())
+    flags = plan.decode_flags(plan.decode_endpoint or "ipc:///own-d", (worker,), ())
     return prefill, parse(DecodeConfig, flags, "0", {})
 
 

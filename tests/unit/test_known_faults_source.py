@@ -104,6 +104,9 @@ def test_k10_k22_no_shipped_module_does_what_went_wrong_elsewhere(rule: Rule, of
     paths = [path for package in SHIPPED for path in sorted((ROOT / package).rglob("*.py"))]
     # What measures raw sockets against ours does on purpose what ours must not.
     paths = [path for path in paths if path.parent.name != "benchmarks"]
+    if rule is is_coroutine:
+        # The gateway holds no slot and no lane: a cancelled request of its own costs a CANCEL.
+        paths = [path for path in paths if path.parent.name != "gateway"]
     found = {path.name: offences(rule, path.read_text(encoding="utf-8")) for path in paths}
     assert {name: faults for name, faults in found.items() if faults} == MEANT.get(rule, {})
 

@@ -6,11 +6,13 @@ from typing import Any, ClassVar
 import pytest
 
 import transport.launch.pair
+import transport.launch.pair_plan
 from common.command_line import parse
 from common.decode_config import DecodeConfig
 from common.errors import NodeUnavailable
 from common.prefill_config import PrefillConfig
-from transport.launch.pair import BACKENDS, Pair, PairPlan, split_cpus
+from transport.launch.pair import Pair
+from transport.launch.pair_plan import BACKENDS, PairPlan, split_cpus
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,7 @@ def test_every_cpu_goes_to_one_node(
     monkeypatch: pytest.MonkeyPatch, cpus: set[int], prefill: tuple[int, ...], decode: tuple[int, ...]
 ) -> None:
     # CPUs that do not exist have no topology; 0 and 1 are split also where they are one core.
-    monkeypatch.setattr(transport.launch.pair, "available_cpus", lambda: frozenset(cpus))
+    monkeypatch.setattr(transport.launch.pair_plan, "available_cpus", lambda: frozenset(cpus))
     assert split_cpus() == (prefill, decode)
 
 
@@ -35,7 +37,7 @@ def test_every_cpu_goes_to_one_node(
 def test_the_daemons_accept_the_flags(kind: str, depth: int) -> None:
     plan = PairPlan(kind=kind, model="m", max_tokens=512, prefetch_depth=depth)
     prefill = parse(PrefillConfig, plan.prefill_flags("ipc:///p", ()), "0", {})
-    decode = parse(DecodeConfig, plan.decode_flags("ipc:///d", "ipc:///p", ()), "0", {})
+    decode = parse(DecodeConfig, plan.decode_flags("ipc:///d", ("ipc:///p",), ()), "0", {})
     assert (prefill.backend, decode.backend) == BACKENDS[kind]
     assert (prefill.model, decode.max_tokens) == ("m", 512)
     assert decode.pd_remote_only
@@ -46,11 +48,11 @@ def test_the_daemons_accept_the_flags(kind: str, depth: int) -> None:
 def test_extra_flags_have_the_last_word() -> None:
     plan = PairPlan(max_tokens=512, prefill_extra=("--max-tokens", "64"), decode_extra=("--max-queue", "9"))
     assert parse(PrefillConfig, plan.prefill_flags("ipc:///p", ()), "0", {}).max_tokens == 64
-    assert parse(DecodeConfig, plan.decode_flags("ipc:///d", "ipc:///p", ()), "0", {}).max_queue == 9
+    assert parse(DecodeConfig, plan.decode_flags("ipc:///d", ("ipc:///p",), ()), "0", {}).max_queue == 9
 
 
 def test_alone_means_no_worker() -> None:
-    config = parse(DecodeConfig, PairPlan(alone=True).decode_flags("ipc:///d", None, ()), "0", {})
+    config = parse(DecodeConfig, PairPlan(alone=True).decode_flags("ipc:///d", (), ()), "0", {})
     assert config.pd_prefill_worker == ()
     assert not config.pd_remote_only
 
@@ -76,7 +78,7 @@ class Asked:
 class Started:
     """A daemon that is always ready, and no process."""
 
-    def __init__(self, program: str, arguments: list[str], directory: Path) -> None:
+    def __init__(self, program: str, arguments: list[str], directory: Path, suffix: str) -> None:
         self.endpoint = f"ipc://{directory}/{program}"
         self.status: int | None = None
 

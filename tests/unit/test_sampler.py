@@ -314,9 +314,15 @@ def test_every_sampling_field_has_an_effect() -> None:
         "seed": 2,
         "stop_token_ids": tuple(range(10)),
         "ignore_eos": True,
+        "min_tokens": 7,
+        "presence_penalty": 2.0,
+        "frequency_penalty": 2.0,
+        "repetition_penalty": 2.0,
+        "logit_bias": ((3, 4.0),),
     }
     names = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert set(changed) == names - {"stop"}, "stop is the text stream's; add any new field here"
+    elsewhere = {"stop", "n", "logprobs"}  # of the text stream, of the core, and told beside the token
+    assert set(changed) == names - elsewhere, "add any new field here"
 
     def run(params: SamplingParams) -> list[int]:
         sampler = JobSampler(params, frozenset(range(30, 39)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import InvariantViolation
-from common.messages import HelloRefused, StatusReply, Submit
+from common.messages import HelloRefused, StatusReply, Submit, Tokenize, Tokens
 from common.story import ITEMS_PER_SNAPSHOT, STRETCH_MAX, Story, ending_of, reason_of
 from common.story_form import Blank, Form
 from common.version import VERSION
@@ -193,16 +193,19 @@ def test_nothing_that_a_client_wrote_or_got_is_in_a_story() -> None:
     pair.decode, pair.prefill.stack = Recorded(pair.decode), Recorded(pair.prefill.stack)
     prompt_ids = [7, 19, 3, 11, 23]
     sampling = {"max_tokens": 2, "stop": [MARKER], "stop_token_ids": [987_654], MARKER: MARKER}
-    pair.client.submit("job-0", prompt_ids, stop=[MARKER])
+    pair.client.submit("job-0", prompt_ids, stop=[MARKER], logit_bias={"3": 0.765_432_1}, logprobs=1)
+    pair.client.say(Tokenize("text", prompt=MARKER))
+    pair.client.say(Tokenize("ids", token_ids=(987_654,)))
     pair.client.say(Submit("text", prompt=MARKER, sampling=sampling))
     pair.client.say(Submit("chat", messages=({"role": "user", "content": MARKER},), sampling=sampling))
     pair.client.say(Submit("ids", prompt_ids=(987_654_321,) * 2, sampling={"stop_token_ids": [987_654]}))
     pair.client.say(StatusReply({"a": [MARKER]}))
     pair.finish()
     for number in range(1, 4):
-        pair.client.submit(f"job-{number}", prompt_ids, stop=[MARKER])
+        pair.client.submit(f"job-{number}", prompt_ids, stop=[MARKER], logit_bias={"3": 0.765_432_1})
     answer, job = pair.client.text("job-0"), pair.job("job-3")
     told = [MARKER, MARKER.encode().hex(), "987654", job.prompt.hex(), job.prompt[:12].hex(), f'"{answer}"']
+    told += ["0.7654321", str(pair.client.of("job-0", Tokens)[0].logprobs[0].logprob)]
     assert all([answer, *told])
     for stack in (pair.decode, pair.prefill.stack):
         # What happened, and a snapshot of how things stand.

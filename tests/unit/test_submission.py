@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,18 @@ GOOD = {
     "stop": [("END", ("END",)), (["a", "é"], ("a", "é")), ((), ()), ([], ())],
     "stop_token_ids": [([0, 299], (0, 299)), ((5,), (5,)), ([], ())],
     "ignore_eos": [(True, True), (False, False)],
+    "n": [(1, 1), (16, 16)],
+    "min_tokens": [(0, 0), (16, 16)],
+    "presence_penalty": [(-2, -2.0), (0.5, 0.5), (2, 2.0)],
+    "frequency_penalty": [(-2, -2.0), (2, 2.0)],
+    "repetition_penalty": [(1e-9, 1e-9), (1, 1.0), (2, 2.0)],
+    "logit_bias": [
+        ({}, ()),
+        ({"0": -100, "299": 100}, ((0, -100.0), (299, 100.0))),
+        ({7: 1.5}, ((7, 1.5),)),
+        ({str(token_id): 0 for token_id in range(300)}, tuple((token_id, 0.0) for token_id in range(300))),
+    ],
+    "logprobs": [(None, None), (0, 0), (20, 20)],
 }
 BAD = {
     "max_tokens": [0, -1, None, "5", 5.0, True, math.nan, [], 2**70 * -1],
@@ -195,12 +208,32 @@ BAD = {
     "stop": ["", [""], None, 5, [5], [b"a"], ["x"] * 17, "x" * 257, {"a": 1}, [["a"]], "\ud800"],
     "stop_token_ids": [[-1], [VOCAB_SIZE], [True], [1.0], ["1"], 5, None, [0] * 65, [2**70]],
     "ignore_eos": [None, 0, 1, "true", "yes"],
+    "n": [0, -1, 17, None, True, 1.0, "2"],
+    "min_tokens": [-1, 17, None, True, 1.5, "1", 2**70],
+    "presence_penalty": [-2.1, 2.1, None, "1", True, math.nan, math.inf],
+    "frequency_penalty": [-2.1, 2.1, None, "1", False, math.nan, -math.inf],
+    "repetition_penalty": [0, -1, 2.1, None, "1", True, math.nan, math.inf],
+    "logit_bias": [
+        None,
+        [],
+        [[1, 2]],
+        "5",
+        *[{key: 1} for key in ("300", -1, "-1", "1.0", "\u0661", "", " 1", True, 1.0, None, "9" * 30)],
+        {"1": 1, 1: 1},
+        {"1": 1, "01": 1},
+        *[{"1": bias} for bias in (100.5, -101, None, "1", True, math.nan, math.inf, [1])],
+        dict.fromkeys(range(301), 0),
+    ],
+    "logprobs": [-1, 21, True, 1.0, "5"],
 }
 
 
-def test_the_tables_cover_every_sampling_field() -> None:
+def test_the_tables_cover_every_sampling_field_and_so_does_the_protocol() -> None:
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     assert set(GOOD) == set(BAD) == names
+    jobs = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text().split("## 10.")[1]
+    rows = [line.split("|")[1] for line in jobs.split("## 11.")[0].splitlines() if line.startswith("| `")]
+    assert {name.strip(" `") for row in rows for name in row.split(",")} == names
 
 
 @pytest.mark.parametrize(
@@ -226,7 +259,42 @@ def test_a_bad_element_is_named_by_its_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["n", "logprobs", "Temperature", "presence_penalty", "x" * 5_000, 5, None, b"top_k"]
+    ("sampling", "right"),
+    [
+        ({"n": 17}, "less than or equal to 16"),
+        ({"logprobs": 21}, "less than or equal to 20"),
+        ({"min_tokens": 5, "max_tokens": 4}, "at most max_tokens, 4"),
+        ({"presence_penalty": 3}, "less than or equal to 2"),
+        ({"repetition_penalty": 0}, "greater than 0"),
+        ({"logit_bias": {"301": 1}}, "0 to 299"),
+        ({"logit_bias": {"4": 101}}, "token 4 needs a number from -100 to 100"),
+        ({"logit_bias": {"x": 1}}, "whole number"),
+        ({"logit_bias": dict.fromkeys(range(301), 0)}, "at most 300 entries"),
+        ({"logit_bias": [1]}, "a map of token ids to biases"),
+    ],
+    ids=str,
+)
+def test_a_refusal_says_what_would_be_right(sampling: dict[str, Any], right: str) -> None:
+    assert right in refused(ErrorCode.INVALID_SAMPLING, submit(prompt="a", **sampling))
+
+
+def test_min_tokens_needs_a_token_that_ends_nothing() -> None:
+    class TwoTokens(ByteTokenizer):
+        vocab_size = 2
+        eos_token_ids = frozenset({0})
+
+    sampling = {"min_tokens": 1, "stop_token_ids": [1]}
+    refused(ErrorCode.INVALID_SAMPLING, prepare(None, None, [1], sampling, TwoTokens(), TOKEN_LIMIT))
+    assert isinstance(prepare(None, None, [1], {"min_tokens": 1}, TwoTokens(), TOKEN_LIMIT), Prepared)
+
+
+def test_sampling_fields_of_a_job_can_be_hashed() -> None:
+    answer = submit(prompt="a", logit_bias={"5": 1}, stop=["x"], stop_token_ids=[1])
+    assert len({answer.sampling, answer.sampling}) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["best_of", "top_logprobs", "Temperature", "echo", "x" * 5_000, 5, None, b"top_k"]
 )
 def test_an_unknown_sampling_field_is_named_and_the_known_ones_are_listed(name: Any) -> None:
     answer = prepare("a", None, None, {name: 1}, ByteTokenizer(), TOKEN_LIMIT)

@@ -68,10 +68,10 @@ class ContextTokenizer:
 
 
 def stream_text(
-    token_ids: list[int], stop: tuple[str, ...] = (), group: int = 1
+    token_ids: list[int], stop: tuple[str, ...] = (), group: int = 1, min_tokens: int = 0
 ) -> tuple[list[str], TextDelta]:
     """Texts of all deltas, and the last delta."""
-    stream = TextStream(ByteTokenizer(), stop)
+    stream = TextStream(ByteTokenizer(), stop, min_tokens=min_tokens)
     deltas = [stream.push(token_ids[start : start + group]) for start in range(0, len(token_ids), group)]
     deltas.append(stream.finish())
     return [delta.text for delta in deltas], deltas[-1]
@@ -214,9 +214,12 @@ def test_silent_tokens_count_but_yield_no_text() -> None:
     assert TextStream(ByteTokenizer(), ()).push([SPECIAL]) == TextDelta("", False, 1)
 
 
-def reference_stop(text: str, stop: tuple[str, ...]) -> tuple[str, int | None]:
-    """Text up to the stop string that is complete first (of those, the longest), and where it ends."""
-    for end in range(len(text) + 1):
+def reference_stop(text: str, stop: tuple[str, ...], min_tokens: int = 0) -> tuple[str, int | None]:
+    """Text up to the stop string that is complete first (of those, the longest), and where it ends.
+
+    One that is complete with the first `min_tokens` characters is none.
+    """
+    for end in range(min_tokens + 1, len(text) + 1):
         lengths = [len(word) for word in stop if text[:end].endswith(word)]
         if lengths:
             return text[: end - max(lengths)], end
@@ -228,10 +231,13 @@ def reference_stop(text: str, stop: tuple[str, ...]) -> tuple[str, int | None]:
     text=st.text(alphabet="abc", max_size=60),
     stop=st.lists(st.text(alphabet="abc", min_size=1, max_size=6), min_size=1, max_size=4).map(tuple),
     group=st.integers(1, 7),
+    min_tokens=st.just(0) | st.integers(0, 30),
 )
-def test_stop_strings_cut_where_the_reference_cuts(text: str, stop: tuple[str, ...], group: int) -> None:
-    expected, end = reference_stop(text, stop)
-    texts, last = stream_text(list(text.encode()), stop, group)
+def test_stop_strings_cut_where_the_reference_cuts(
+    text: str, stop: tuple[str, ...], group: int, min_tokens: int
+) -> None:
+    expected, end = reference_stop(text, stop, min_tokens)
+    texts, last = stream_text(list(text.encode()), stop, group, min_tokens)
     assert "".join(texts) == expected
     assert last.stopped == (end is not None)
     assert last.token_count == (len(text) if end is None else end)
@@ -260,6 +266,18 @@ def test_a_stop_string_over_several_tokens_never_leaks_and_ends_the_count() -> N
     assert stream.push(list(b"J and more")) == TextDelta("", True, 11)
     assert stream.push(list(b"still more")) == TextDelta("", True, 11)
     assert stream.finish() == TextDelta("", True, 11)
+
+
+def test_a_stop_string_that_is_complete_too_early_is_text_and_released_at_once() -> None:
+    stream = TextStream(ByteTokenizer(), ("ab",), min_tokens=2)
+    assert stream.push(list(b"a")) == TextDelta("", False, 1)
+    assert stream.push(list(b"b")) == TextDelta("ab", False, 2)
+    assert stream.push(list(b"cab")) == TextDelta("c", True, 5)
+    # What began before may still become whole after, and its own end may begin another.
+    stream = TextStream(ByteTokenizer(), ("aXa",), min_tokens=3)
+    assert stream.push(list(b"aXa")) == TextDelta("aX", False, 3)
+    assert stream.push(list(b"Xa")) == TextDelta("", True, 5)
+    assert TextStream(ByteTokenizer(), ("cd",), min_tokens=3).push(list(b"abcd")) == TextDelta("ab", True, 4)
 
 
 def test_a_stop_string_may_be_the_first_token_or_end_inside_a_token() -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from transport.client import Client
-from transport.launch.pair import Pair, PairPlan
+from transport.launch.pair import Pair
+from transport.launch.pair_plan import PairPlan
 
 ROOT = Path(__file__).parents[2]
 CODE = """

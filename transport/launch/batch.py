@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.client_messages import TokenLogprob
 from common.clock import now_ms
 from common.errors import ErrorCode
 from common.messages import Accepted, Failed, Finished, Rejected, Tokens
@@ -31,18 +32,42 @@ class BatchJob:
 
 
 @dataclass(slots=True)
+class Choice:
+    """One of a job's answers. logprobs: one for each id, if the job asked for them."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def add(self, tokens: Tokens) -> None:
+        """Take the next piece."""
+        self.text += tokens.text
+        self.token_ids.extend(tokens.token_ids)
+        self.logprobs.extend(tokens.logprobs)
+
+
+@dataclass(slots=True)
 class Outcome:
     """What came of a job. end_ms: its answer's arrival, in ms since the batch began.
 
-    answer: Finished, Failed or Rejected; None while it runs, and for good if the caller stopped before it was
-    sent.
+    choices: the job's answers by their number. answer: Finished, Failed or Rejected; None while it runs, and
+    for good if the caller stopped before it was sent.
     """
 
     job: BatchJob
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    choices: dict[int, Choice] = field(default_factory=lambda: {0: Choice()})
     answer: Finished | Failed | Rejected | None = None
     end_ms: int = 0
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice, of most jobs the only one."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Ids of the first choice."""
+        return self.choices[0].token_ids
 
 
 class Batch:
@@ -109,8 +134,7 @@ class Batch:
             index = int(message.label)
             outcome = self.outcomes[index]
             if isinstance(message, Tokens):
-                outcome.token_ids.extend(message.token_ids)
-                outcome.text += message.text
+                outcome.choices.setdefault(message.choice, Choice()).add(message)
                 self._on_text(message.text)
                 continue
             self._running.discard(index)

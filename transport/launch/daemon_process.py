@@ -25,14 +25,17 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 class DaemonProcess:
-    """`python -m PROGRAM ARGUMENTS`. The log is `PROGRAM.log` in `directory`; endpoint: None until ready."""
+    """`python -m PROGRAM ARGUMENTS`. The log is `PROGRAM.log` in `directory`; endpoint: None until ready.
 
-    def __init__(self, program: str, arguments: Sequence[str], directory: Path) -> None:
-        self.name = program.replace("_", " ")
-        self.log_path = directory / f"{program}.log"
+    suffix: what tells several of one program apart.
+    """
+
+    def __init__(self, program: str, arguments: Sequence[str], directory: Path, suffix: str = "") -> None:
+        self.name = f"{program.split('.')[-1].replace('_', ' ')} {suffix}".rstrip()
+        self.log_path = directory / f"{program}{suffix}.log"
         self.endpoint: str | None = None
         self._complaint_head = f"python -m {program}: "
-        self._output_path = directory / f"{program}.out"
+        self._output_path = directory / f"{program}{suffix}.out"
         self._shown_bytes = 0
         command = [sys.executable, "-m", program, "--log-form", "json", *arguments]
         paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]

@@ -1,37 +1,20 @@
-"""Start and stop a decode node and its prefill node on this machine.
+"""Start and stop a decode node, its prefill nodes and its gateway on this machine.
 
-Decides the flags of both daemons, how they share the CPUs, what counts as ready, and the order of stopping:
-decode first, so that its work still finds a prefill node. Used by the scripts and their tests. It must never
-restart a daemon: one that ends by itself is an error with its log, and the other is stopped.
+Decides what counts as ready, and the order of stopping: the gateway first, then the decode node, so that its
+work still finds a prefill node. Used by the scripts and their tests. It must never restart a daemon: one that
+ends by itself is an error with its log, and the others are stopped.
 """
 
 import signal
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from itertools import chain
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Self
 
 from common.clock import now_ms, pause_ms
-from common.config import NodeConfig, flag_of
-from common.config_file import ConfigFile, FileValue
-from common.cpus import available_cpus
-from common.decode_config import DecodeConfig
 from common.errors import ConfigError, ExitStatus, NodeUnavailable, TandemError
-from common.prefill_config import PrefillConfig
 from transport.client import Client
-from transport.key_files import PUBLIC_SUFFIX, ClientKeys, connecting_keys
 from transport.launch.daemon_process import DaemonProcess
+from transport.launch.pair_plan import PairPlan, split_cpus
 from transport.launch.run_directory import RunDirectory, RunningPair, remove_socket
-
-BACKENDS = {"torch": ("torch", "torch"), "emulated": ("emulated", "emulated"), "npu": ("rngd", "atom")}
-"""Kinds of pair: the backend of the prefill node, the backend of the decode node."""
-
-EMULATED_MAX_TOKENS = 2_048
-"""For tokens of one byte each: the engine's own 1,024 are less than the demonstration's prompts."""
-
-AUTOMATIC_DEPTH_SLOTS = 4
-"""Source slots where the depth of prefetch is found out: it cannot be greater."""
 
 READY_MS = 300_000
 STOP_MS = 45_000
@@ -44,148 +27,6 @@ class DaemonEnded(TandemError):
     """A daemon ended that should be running; the message holds its exit status and its last log lines."""
 
 
-@dataclass(frozen=True, slots=True)
-class PairPlan:
-    """What to start.
-
-    kind: a key of `BACKENDS`. None, here and for model, max_tokens and prefetch_depth, takes what the
-    configuration file says, else what is usual. prefetch_depth: 0 is off. Endpoints: None takes one in the
-    pair's own directory. The extra flags come last and so have the last word. alone: no prefill node; the
-    decode node computes prompts itself. file: set by `with_file`. key_file: one secret key for both nodes and
-    their launcher, with its public key beside it. allowed_keys: who else may connect to the decode node.
-    """
-
-    kind: str | None = None
-    model: str | None = None
-    max_tokens: int | None = None
-    prefetch_depth: int | None = None
-    decode_endpoint: str | None = None
-    prefill_endpoint: str | None = None
-    prefill_extra: tuple[str, ...] = ()
-    decode_extra: tuple[str, ...] = ()
-    alone: bool = False
-    file: ConfigFile | None = None
-    key_file: str | None = None
-    allowed_keys: str | None = None
-
-    @property
-    def public_key(self) -> str | None:
-        """Path of the public half of `key_file`."""
-        return None if self.key_file is None else str(Path(self.key_file).with_suffix(PUBLIC_SUFFIX))
-
-    def client_keys(self) -> ClientKeys | None:
-        """The launcher's keys, which are the nodes' own. Raises ConfigError."""
-        return connecting_keys(self.key_file, self.public_key)
-
-    def with_file(self, file: ConfigFile) -> "PairPlan":
-        """This plan, with a file for what it leaves open.
-
-        Raises ConfigError when the file's decode node would look for another prefill node than the pair's, or
-        when its nodes have different keys.
-        """
-        worker = file.decode.get("pd_prefill_worker")
-        prefill_endpoint = self.prefill_endpoint or _value(file.prefill, "bind")
-        if worker is not None:
-            prefill_endpoint = prefill_endpoint or PrefillConfig.model_fields["bind"].default
-            if worker.value not in (prefill_endpoint, (prefill_endpoint,)):
-                raise ConfigError(
-                    f"{file.path}: {worker.place} is {worker.value}, but the prefill node of this pair is at "
-                    f"{prefill_endpoint}: make both equal, or leave both out"
-                )
-        key_file = self.key_file or _value(file.decode, "key_file")
-        if self.key_file is None and key_file != _value(file.prefill, "key_file"):
-            raise ConfigError(
-                f"{file.path}: key-file: a pair that is started together has one key: put it above the tables"
-            )
-        return replace(
-            self,
-            decode_endpoint=self.decode_endpoint or _value(file.decode, "bind"),
-            prefill_endpoint=prefill_endpoint,
-            key_file=key_file,
-            allowed_keys=self.allowed_keys or _value(file.decode, "allowed_keys"),
-            file=file,
-        )
-
-    @property
-    def depth(self) -> int | str:
-        """The depth of prefetch that the decode node is started with; "auto" if it is to find one."""
-        if self.prefetch_depth is not None:
-            return self.prefetch_depth
-        said = self._said(DecodeConfig)
-        if "pd_prefetch_next" in said:
-            value = said["pd_prefetch_next"].value
-            return value if value == "auto" else int(value or 0)
-        remote_only = said.get("pd_remote_only")
-        return 1 if remote_only is None or remote_only.value else 0
-
-    def prefill_flags(self, endpoint: str, cpus: tuple[int, ...]) -> list[str]:
-        slots = AUTOMATIC_DEPTH_SLOTS if self.depth == "auto" else max(1, self.depth)
-        usual = self._usual(0, cpus) | {"source_slots": slots}
-        asked = {"bind": endpoint, "allowed_keys": self.public_key}
-        return [*self._flags(PrefillConfig, asked, usual), *self.prefill_extra]
-
-    def decode_flags(self, endpoint: str, worker: str | None, cpus: tuple[int, ...]) -> list[str]:
-        asked: dict[str, Any] = {"bind": endpoint, "allowed_keys": self.allowed_keys or self.public_key}
-        usual = self._usual(1, cpus)
-        if worker is not None:
-            asked["server_key"] = self.public_key
-            asked["pd_prefill_worker"] = worker
-            usual |= {"pd_remote_only": True, "pd_prefetch_next": self.depth or None}
-            if self.prefetch_depth is not None:
-                asked["pd_prefetch_next"] = self.prefetch_depth or "off"
-        return [*self._flags(DecodeConfig, asked, usual), *self.decode_extra]
-
-    def _said(self, config_class: type[NodeConfig]) -> Mapping[str, FileValue]:
-        return {} if self.file is None else self.file.of(config_class)
-
-    def _usual(self, node: int, cpus: tuple[int, ...]) -> dict[str, Any]:
-        """What is usual for a node (0 prefill, 1 decode) where nobody says anything; None for no flag."""
-        return {
-            "backend": BACKENDS["torch"][node],
-            "cpus": ",".join(map(str, cpus)) or None,
-            "max_tokens": EMULATED_MAX_TOKENS if self.kind == "emulated" else None,
-        }
-
-    def _flags(
-        self, config_class: type[NodeConfig], asked: dict[str, Any], usual: dict[str, Any]
-    ) -> list[str]:
-        """Flags for what was asked for, and for what is usual unless the file says otherwise."""
-        asked |= {"model": self.model, "max_tokens": self.max_tokens, "key_file": self.key_file}
-        if self.kind is not None:
-            asked["backend"] = BACKENDS[self.kind][0 if config_class is PrefillConfig else 1]
-        said = self._said(config_class)
-        options = {name: value for name, value in usual.items() if name not in said}
-        options |= {name: value for name, value in asked.items() if value is not None}
-        flags = [] if self.file is None else ["--config", self.file.path]
-        for name, value in options.items():
-            if value is not None:
-                flags += [flag_of(name)] if value is True else [flag_of(name), str(value)]
-        return flags
-
-
-def _value(said: Mapping[str, FileValue], name: str) -> Any:
-    return said[name].value if name in said else None
-
-
-def split_cpus() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """CPUs for the prefill node and for the decode node, none in common; both empty if there is one only.
-
-    Hardware threads of one core stay together, and an odd core goes to prefill, which is bound by arithmetic.
-    """
-    cores: dict[str, list[int]] = {}
-    for cpu in sorted(available_cpus()):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.setdefault(siblings.read_text() if siblings.exists() else str(cpu), []).append(cpu)
-    groups = list(cores.values())
-    if len(groups) == 1:
-        groups = [[cpu] for cpu in groups[0]]
-    if len(groups) == 1:
-        return (), ()
-    middle = (len(groups) + 1) // 2
-    first, second = (sorted(chain(*half)) for half in (groups[:middle], groups[middle:]))
-    return tuple(first), tuple(second)
-
-
 class Pair:
     """Both daemons of a plan. Leaving the context stops them; an interruption of that kills them."""
 
@@ -196,28 +37,38 @@ class Pair:
         self._keys = plan.client_keys()
         self.directory = RunDirectory()
         self.prefill_cpus, self.decode_cpus = split_cpus()
-        self.prefill: DaemonProcess | None = None
+        self.prefills: list[DaemonProcess] = []
+        self.gateway: DaemonProcess | None = None
         try:
-            worker = self._start_prefill() if not plan.alone else None
+            workers = () if plan.alone else self._start_prefills()
             endpoint = plan.decode_endpoint or self.directory.endpoint("decode")
-            flags = plan.decode_flags(endpoint, worker, self.decode_cpus)
-            self.decode = daemon_class("decode_node", flags, self.directory.path)
+            flags = plan.decode_flags(endpoint, workers, self.decode_cpus)
+            self.decode = daemon_class("decode_node", flags, self.directory.path, "")
         except BaseException:
-            if self.prefill is not None:
-                self.prefill.kill()
+            for prefill in self.prefills:
+                prefill.kill()
             self.directory.close()
             raise
 
-    def _start_prefill(self) -> str:
-        endpoint = self.plan.prefill_endpoint or self.directory.endpoint("prefill")
-        flags = self.plan.prefill_flags(endpoint, self.prefill_cpus)
-        self.prefill = self._daemon_class("prefill_node", flags, self.directory.path)
-        return endpoint
+    def _start_prefills(self) -> tuple[str, ...]:
+        suffixes = ["", *map(str, range(2, self.plan.prefill_nodes + 1))]
+        endpoints = [self.directory.endpoint(f"prefill{suffix}") for suffix in suffixes]
+        endpoints[0] = self.plan.prefill_endpoint or endpoints[0]
+        for suffix, endpoint in zip(suffixes, endpoints, strict=True):
+            flags = self.plan.prefill_flags(endpoint, self.prefill_cpus)
+            self.prefills.append(self._daemon_class("prefill_node", flags, self.directory.path, suffix))
+        return tuple(endpoints)
+
+    @property
+    def prefill(self) -> DaemonProcess | None:
+        """The first prefill node, if there is one."""
+        return self.prefills[0] if self.prefills else None
 
     @property
     def daemons(self) -> list[DaemonProcess]:
         """In the order of stopping."""
-        return [self.decode] if self.prefill is None else [self.decode, self.prefill]
+        gateway = [] if self.gateway is None else [self.gateway]
+        return [*gateway, self.decode, *self.prefills]
 
     @property
     def decode_endpoint(self) -> str:
@@ -233,6 +84,12 @@ class Pair:
         while not all(daemon.ready() for daemon in self.daemons):
             self._turn(turn, deadline_ms)
         while not self._accepts():
+            self._turn(turn, deadline_ms)
+        if self.plan.gateway is None:
+            return
+        flags = self.plan.gateway_flags(self.decode_endpoint)
+        self.gateway = self._daemon_class("decode_node.gateway", flags, self.directory.path, "")
+        while not self.gateway.ready():
             self._turn(turn, deadline_ms)
 
     def _accepts(self) -> bool:
