@@ -57,16 +57,15 @@ SLOT_TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
 class SourceState(StrEnum):
     """A slot of the slab, as the prefill node sees it.
 
-    POOL: granted to nobody. PAUSED: begun, and waiting for one that is more urgent. SENDING: compute is
-    through with it, and its completion waits until everything sent from it has left. ABANDONED: of an ended
-    session, and not let go of yet.
+    POOL: granted to nobody. QUEUED: waiting for compute, at first or because one that is more urgent goes
+    first. SENDING: compute is through with it, and its completion waits until everything sent from it has
+    left. ABANDONED: of an ended session, and not let go of yet.
     """
 
     POOL = "pool"
     IDLE = "idle"
     QUEUED = "queued"
     COMPUTING = "computing"
-    PAUSED = "paused"
     SENDING = "sending"
     HELD = "held"
     ABANDONED = "abandoned"
@@ -97,18 +96,13 @@ SOURCE_TRANSITIONS: dict[tuple[SourceState, SourceEvent], SourceState] = {
     (SourceState.QUEUED, SourceEvent.COMPUTE_STARTED): SourceState.COMPUTING,
     (SourceState.QUEUED, SourceEvent.CANCELLED): SourceState.IDLE,
     (SourceState.QUEUED, SourceEvent.FAILED): SourceState.IDLE,
-    (SourceState.QUEUED, SourceEvent.SESSION_ENDED): SourceState.POOL,
+    (SourceState.QUEUED, SourceEvent.SESSION_ENDED): SourceState.ABANDONED,
     (SourceState.COMPUTING, SourceEvent.DONE): SourceState.HELD,
     (SourceState.COMPUTING, SourceEvent.FAILED): SourceState.IDLE,
     (SourceState.COMPUTING, SourceEvent.CANCELLED): SourceState.IDLE,
     (SourceState.COMPUTING, SourceEvent.SESSION_ENDED): SourceState.ABANDONED,
     (SourceState.COMPUTING, SourceEvent.COMPUTE_ENDED): SourceState.SENDING,
-    (SourceState.COMPUTING, SourceEvent.PREEMPTED): SourceState.PAUSED,
-    (SourceState.PAUSED, SourceEvent.COMPUTE_STARTED): SourceState.COMPUTING,
-    (SourceState.PAUSED, SourceEvent.FAILED): SourceState.IDLE,
-    (SourceState.PAUSED, SourceEvent.CANCELLED): SourceState.IDLE,
-    (SourceState.PAUSED, SourceEvent.SESSION_ENDED): SourceState.ABANDONED,
-    (SourceState.PAUSED, SourceEvent.COMPUTE_ENDED): SourceState.SENDING,
+    (SourceState.COMPUTING, SourceEvent.PREEMPTED): SourceState.QUEUED,
     (SourceState.SENDING, SourceEvent.DONE): SourceState.HELD,
     (SourceState.SENDING, SourceEvent.FAILED): SourceState.IDLE,
     (SourceState.SENDING, SourceEvent.CANCELLED): SourceState.IDLE,

@@ -31,12 +31,16 @@ class TokenizeText:
 
 @dataclass(frozen=True, slots=True)
 class PushTokens:
-    """Text thread: turn the job's next token into text. Answered by TextProduced."""
+    """Text thread: turn the job's next token into text. Answered by TextProduced.
+
+    choice: a greater one than before begins a text of its own.
+    """
 
     job_id: str
     token_id: int
     final: bool
     logprobs: Logprobs | None = None
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class SampleFirst:
 @dataclass(frozen=True, slots=True)
 class StartImport:
     """Compute: copy a slot into a lane, verify it, and decode from `token_id` on if it is good.
+
+    A job of several answers is not decoded, but its logits are verified and kept: StartChoice follows.
 
     The first `send_from` tokens are copied from `places` of the prefix cache instead. With `sampling`,
     `token_id` is the prompt's last token, and the first step tells the first token of the answer, unless
@@ -107,6 +113,22 @@ class StartDecode:
     job_id: str
     lane: int
     token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartChoice:
+    """Compute: generate one of several answers to a prompt whose KV is in the lane, whatever went on there.
+
+    All of them begin with the logits of the prompt's last position, which compute keeps for the job, and each
+    with a sampler of its own: the seed, if there is one, is `seed + choice`. Each token is answered by
+    TokenSampled, the first one at once.
+    """
+
+    job_id: str
+    lane: int
+    choice: int
+    prompt: bytes
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import queue
 import threading
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,12 @@ from common.hooks import HoldPoints
 from common.kv_layout import chunk_bounds
 from common.log import NodeLog
 from common.log_events import LogEvent
-from common.messages import PrefillDone
 from common.prefix_commands import StoreBlocks
 from common.sampling import SamplingParams
 from decode_node import commands
 from decode_node import events as ev
 from decode_node.cache_files import FILE_COMMANDS, CacheFiles
-from decode_node.kv_import import KvImport, KvSource, copy_blocks
+from decode_node.kv_import import ImportFrom, KvImport, copy_blocks
 from decode_node.lane_storing import LaneStoring
 from decode_node.sampler import JobSampler
 from transport.loop import Commands, Mailbox
@@ -52,33 +51,20 @@ class EngineFailed:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class ImportFrom:
-    """`StartImport` with the mapping to read from."""
-
-    job_id: str
-    lane: int
-    source: KvSource
-    record: PrefillDone
-    token_id: int
-    send_from: int = 0
-    places: tuple[int, ...] = ()
-    sampling: SamplingParams | None = None
-    known_token: int | None = None
-    prompt: bytes = b""
-
-
 @dataclass(slots=True)
 class _Running:
     """A lane that decodes: its job and the token to feed next.
 
-    known_token: what the next step would sample, if that is known already.
+    known_token: what the next step would sample, if that is known already. choice: which answer of the job it
+    is. keep_logits: the next step's are those that all answers begin with.
     """
 
     job_id: str
     token_id: int
     stepped: bool = False
     known_token: int | None = None
+    choice: int = 0
+    keep_logits: bool = False
 
 
 @dataclass(slots=True)
@@ -112,6 +98,7 @@ class DecodeCompute:
         self._store: BlockStore | None = None
         self._files: CacheFiles | None = None
         self._samplers: dict[str, JobSampler] = {}
+        self._first_logits: dict[str, np.ndarray] = {}  # of jobs with several answers
         self._engine: DecodeEngine | None = None
         self._thread = threading.Thread(target=mailbox.guard, args=(self._run,), name="compute", daemon=True)
         self._handlers = {
@@ -119,6 +106,7 @@ class DecodeCompute:
             ImportFrom: self._start_import,
             commands.StartLocalPrefill: self._start_local_prefill,
             commands.StartDecode: self._start_decode,
+            commands.StartChoice: self._start_choice,
             commands.StopLane: self._stop_lane,
             commands.ForgetJob: self._forget_job,
             StoreBlocks: self._storing.begin,
@@ -230,8 +218,12 @@ class DecodeCompute:
                 yield
         except Exception as error:
             kv.code, kv.detail = ErrorCode.ENGINE_ERROR, self._explain(error, command.job_id)
+        many = command.sampling is not None and command.sampling.n > 1
+        logits = kv.logits() if many and kv.code is None else None
         decoding = kv.code is None and command.job_id in self._samplers
-        if decoding:
+        if decoding and logits is not None:
+            self._first_logits[command.job_id] = logits
+        if decoding and not many:
             known_token = command.known_token
             self._running[command.lane] = _Running(command.job_id, command.token_id, known_token=known_token)
         self._mailbox.put(
@@ -271,7 +263,10 @@ class DecodeCompute:
             if end < len(prompt):
                 self._mailbox.put(ev.LocalChunkComputed(command.job_id, command.lane))
                 yield
-        sampled = None if command.keep_token else sampler.sample(logits)
+        if command.sampling.n > 1 and command.job_id in self._samplers:
+            self._first_logits[command.job_id] = logits
+        unwanted = command.keep_token or command.sampling.n > 1
+        sampled = None if unwanted else sampler.sample(logits)
         token_id = reason = logprobs = None
         if sampled is not None:
             token_id, reason, logprobs = sampled.token_id, sampled.finish_reason, sampled.logprobs
@@ -303,6 +298,31 @@ class DecodeCompute:
     def _start_decode(self, command: commands.StartDecode) -> None:
         self._running[command.lane] = _Running(command.job_id, command.token_id)
 
+    def _start_choice(self, command: commands.StartChoice) -> None:
+        job_id, lane, choice, sampling = command.job_id, command.lane, command.choice, command.sampling
+        self._running.pop(lane, None)
+        self._storing.finish(lane)
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
+        sampler = JobSampler(sampling, self._eos_token_ids, prompt=command.prompt)
+        self._samplers[job_id] = sampler
+        logits = self._first_logits.get(job_id)
+        if logits is None:
+            # Nobody has computed the last prompt token yet: the first step does.
+            last = int.from_bytes(command.prompt[-4:], "little")
+            self._running[lane] = _Running(job_id, last, choice=choice, keep_logits=True)
+            return
+        self._engine.set_length(lane, len(command.prompt) // 4)
+        try:
+            sampled = sampler.sample(logits)
+        except ValueError as error:
+            self._mailbox.put(ev.LaneFailed(job_id, lane, str(error)))
+            return
+        if sampled.finish_reason is None:
+            self._running[lane] = _Running(job_id, sampled.token_id, stepped=True, choice=choice)
+        token, reason = sampled.token_id, sampled.finish_reason
+        self._mailbox.put(ev.TokenSampled(job_id, lane, token, reason, 0, None, sampled.logprobs, choice))
+
     def _stop_lane(self, command: commands.StopLane) -> None:
         if self._running.pop(command.lane, None) is not None:
             self._idle_since_us[command.lane] = now_us()
@@ -313,6 +333,7 @@ class DecodeCompute:
 
     def _forget_job(self, command: commands.ForgetJob) -> None:
         self._samplers.pop(command.job_id, None)
+        self._first_logits.pop(command.job_id, None)
         # A job that ended while its copy did has begun to decode; StopLane follows.
         for lane in [lane for lane, item in self._running.items() if item.job_id == command.job_id]:
             self._end_decode(lane)
@@ -342,6 +363,8 @@ class DecodeCompute:
         if item.known_token is not None:
             item.token_id, item.known_token = item.known_token, None
             return
+        if item.keep_logits:
+            self._first_logits[item.job_id], item.keep_logits = row.copy(), False
         try:
             sampled = self._samplers[item.job_id].sample(row)
         except ValueError as error:
@@ -362,6 +385,7 @@ class DecodeCompute:
                 busy_us,
                 gap_us,
                 sampled.logprobs,
+                item.choice,
             )
         )
 

@@ -209,7 +209,7 @@ class JobDesk:
 
     def on_text(self, event: ev.TextProduced, now_ms: int) -> list[Any]:
         job = self.get(event.job_id)
-        if job is None:
+        if job is None or event.choice != job.choice:
             return []
         job.text_pending -= 1
         job.text_moved_ms = now_ms
@@ -220,11 +220,26 @@ class JobDesk:
                 job.first_token_ms = now_ms - job.arrival_ms
             effects.append(ev.SendToClient(job.client, self._tokens(job, event)))
         if event.stopped or event.final:
-            effects += self._finish(job, "stop" if event.stopped else job.finish_reason, now_ms)
+            reason = "stop" if event.stopped else job.finish_reason
+            ended = self._next_choice(job, reason) if job.choices_left else self._finish(job, reason, now_ms)
+            effects += ended
         return effects
 
+    def _next_choice(self, job: Job, reason: str) -> list[Any]:
+        """One of the job's answers has ended: the next one is made from the same KV, in the same lane."""
+        kept = self._kept(job)
+        job.reasons.append(reason)
+        job.choice += 1
+        job.generated.clear()
+        job.text_pending = 0
+        return [*kept, self.start_choice(job)]
+
+    def start_choice(self, job: Job) -> commands.StartChoice:
+        """Have the answer made that is next, in the lane that has the prompt's KV."""
+        return commands.StartChoice(job.job_id, job.lane, job.choice, job.prompt, job.sampling)
+
     def _tokens(self, job: Job, event: ev.TextProduced) -> Tokens:
-        return Tokens(job.label, event.token_ids, event.text, logprobs=event.logprobs)
+        return Tokens(job.label, event.token_ids, event.text, event.choice, event.logprobs)
 
     def on_text_failed(self, event: ev.TextFailed, now_ms: int) -> list[Any]:
         job = self.get(event.job_id)
@@ -237,7 +252,7 @@ class JobDesk:
         job.text_pending += 1
         job.finish_reason = event.finish_reason
         final = event.finish_reason is not None
-        return commands.PushTokens(job.job_id, event.token_id, final, event.logprobs)
+        return commands.PushTokens(job.job_id, event.token_id, final, event.logprobs, job.choice)
 
     def leave_queue(self, job: Job, event: JobEvent, now_ms: int) -> None:
         """A queued job is being worked on."""
@@ -275,7 +290,8 @@ class JobDesk:
         self.counters["jobs_finished"] += 1
         kept = self._kept(job)
         effects = kept + self._retire(job, "finished", now_ms)
-        finished = Finished(job.label, reason, job.path, job.usage(), job.timings())
+        reasons = (*job.reasons, reason) if job.many else ()
+        finished = Finished(job.label, (*reasons, reason)[0], job.path, job.usage(), job.timings(), reasons)
         report = ev.ReportEnd(job.job_id, finished, "finished")
         return [*effects, ev.SendToClient(job.client, finished), report]
 

@@ -138,6 +138,7 @@ class TextProduced:
 
     stopped: a stop string is complete, and the job ends with the last of `token_ids`. final: this answers the
     push of the job's last token, nothing is held back any more. logprobs: one for each id, if asked for.
+    choice: which of the job's answers it is, if there are several; `stopped` and `final` are then that one's.
     """
 
     job_id: str
@@ -146,6 +147,7 @@ class TextProduced:
     stopped: bool
     final: bool
     logprobs: tuple[TokenLogprob, ...] = ()
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +226,10 @@ class LocalPrefillEnded:
 
 @dataclass(frozen=True, slots=True)
 class TokenSampled:
-    """One decode step of a lane is done. With a finish reason, compute has let go of the lane."""
+    """One decode step of a lane is done. With a finish reason, compute has let go of the lane.
+
+    choice: which of the job's answers the token belongs to.
+    """
 
     job_id: str
     lane: int
@@ -233,6 +238,7 @@ class TokenSampled:
     busy_us: int
     lane_gap_us: int | None
     logprobs: Logprobs | None = None
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)

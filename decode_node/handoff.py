@@ -109,7 +109,7 @@ class Handoff:
         job.advance(JobEvent.IMPORT_STARTED, now_ms)
         self._cache.move_to(lane, job)
         places = () if lane.prefix is None else lane.prefix.places
-        told = job.expected.vocab_size > 0
+        told = job.expected.vocab_size > 0 and not job.many
         start = commands.StartImport(
             job.job_id,
             lane.index,
@@ -205,6 +205,8 @@ class Handoff:
         job.cached_tokens_decode = job.expected.send_from
         self._lane_work.decode_started(job, now_ms)
         self._pace.imported(job.expected.token_count - job.expected.send_from, job.remote_ms)
+        if job.many:
+            effects.append(self._desk.start_choice(job))
         return effects + self._cache.keep(job, lane, job.expected.token_count)
 
     def on_timeout(self, job: Job, now_ms: int) -> list[Any]:
@@ -241,8 +243,9 @@ class Handoff:
         if problem is not None:
             return self._kv_refused(job, ErrorCode.KV_CORRUPT, problem, now_ms)
         self._scheduler.hold(job)
-        if job.keep_token or not job.expected.vocab_size:
-            return []  # of an earlier attempt, and the client may have it: these logits are not wanted
+        if job.keep_token or job.many or not job.expected.vocab_size:
+            # The token is of an earlier attempt, and the client may have it; or the lane will tell it.
+            return []
         self._watch.asked_to_sample(job.job_id)
         job.sampling_first = True
         return [commands.SampleFirst(job.job_id, record, job.sampling, job.prompt_to_sampler)]

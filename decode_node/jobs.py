@@ -28,7 +28,8 @@ class Job:
     slot is READY. sampling_first: its first token is being sampled. lost: why its KV will not come; the
     policy decides once that token is known. cache_digest, prefix: whose KV it may share, and what it holds of
     the prefix cache. expected: what its production was asked for. generated: ids sampled so far, kept
-    where there is a prefix cache. sent_to: the prefill node that its prompt last went to.
+    where there is a prefix cache. choice: which of its answers is being made; reasons: how those before it
+    ended. sent_to: the prefill node that its prompt last went to.
     """
 
     job_id: str
@@ -59,6 +60,8 @@ class Job:
     force_local: bool = False
     sent_to: str | None = None
     retries: int = 0
+    choice: int = 0
+    reasons: list[str] = field(default_factory=list)
     path: str = "remote"
     finish_reason: str | None = None
     text_pending: int = 0
@@ -110,6 +113,16 @@ class Job:
         return self.first_token is not None
 
     @property
+    def many(self) -> bool:
+        """Whether the job wants several answers; all of them are made in its lane."""
+        return self.sampling.n > 1
+
+    @property
+    def choices_left(self) -> bool:
+        """Whether another answer follows the one that is being made."""
+        return self.choice + 1 < self.sampling.n
+
+    @property
     def known_to_compute(self) -> bool:
         """Whether compute may hold a sampler for the job."""
         return not self.stages_ms.keys().isdisjoint((JobState.PREFILLED, JobState.LOCAL_PREFILLING))
@@ -119,7 +132,7 @@ class Job:
         """Prefilled, all KV is here, its first token is known, and no stop string can still end the job at
         that token. Without logits the lane will tell the first token."""
         decided = self.text_pending == 0 or not self.sampling.stop
-        told = self.expected is not None and not self.expected.vocab_size
+        told = self.expected is not None and (self.many or not self.expected.vocab_size)
         known = (self.first_token is not None and decided) or told
         return self.state is JobState.PREFILLED and self.kv_here and known
 

@@ -15,11 +15,13 @@ import xxhash
 
 from common.block_store import BlockCorrupt, BlockStore
 from common.clock import now_us
+from common.digests import bytes_digest
 from common.engines.interface import DecodeEngine
 from common.errors import ErrorCode
 from common.kv_convert import KvConverter
 from common.kv_layout import KvLayout, chunk_bounds
 from common.messages import PrefillDone
+from common.sampling import SamplingParams
 from transport.landing import Landing
 from transport.slab import SlabView
 
@@ -51,6 +53,22 @@ class KvSource:
     view: SlabView | Landing
     layout: KvLayout
     converter: KvConverter
+
+
+@dataclass(frozen=True, slots=True)
+class ImportFrom:
+    """`StartImport` with the mapping to read from."""
+
+    job_id: str
+    lane: int
+    source: KvSource
+    record: PrefillDone
+    token_id: int
+    send_from: int = 0
+    places: tuple[int, ...] = ()
+    sampling: SamplingParams | None = None
+    known_token: int | None = None
+    prompt: bytes = b""
 
 
 class KvImport:
@@ -112,6 +130,16 @@ class KvImport:
                 return
         if not self._refuse_stale():
             self._engine.set_length(self._lane, record.token_count)
+
+    def logits(self) -> np.ndarray | None:
+        """The record's logits, verified: float32, `[vocab_size]`; None without any, or if refused."""
+        record = self._record
+        if not record.logits:
+            return None
+        if bytes_digest(record.logits) != record.logits_digest:
+            self._refuse(ErrorCode.KV_CORRUPT, "the logits do not match their digest")
+            return None
+        return np.frombuffer(record.logits, dtype="<f4")
 
     def _layer_groups(self, token_count: int) -> Iterator[tuple[int, int]]:
         """Whole layers, as many as fit a piece."""

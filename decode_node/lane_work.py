@@ -76,7 +76,7 @@ class LaneWork:
         computed_tokens = job.prompt_tokens - job.cached_tokens_decode
         self.counters["local_prefill_tokens"] += computed_tokens
         self._pace.computed_locally(computed_tokens, event.busy_us)
-        if event.token_id is None:
+        if job.many or event.token_id is None:
             return self._start_decode(job, lane, now_ms) + self._cache.keep(job, lane, job.prompt_tokens)
         job.first_token = event.token_id
         self._cache.note(job, event.token_id)
@@ -95,13 +95,15 @@ class LaneWork:
         if job is None:
             return []  # its lane is STOPPING, LaneStopped follows
         job.decode_busy_us += event.busy_us
+        if event.choice != job.choice:
+            return []  # a stop string had ended that answer
         if event.lane_gap_us is not None:
             job.lane_gap_us = event.lane_gap_us
         if job.first_token is None:
             job.first_token = event.token_id
         self._cache.note(job, event.token_id)
         push = self._desk.push(job, event, now_ms)
-        if event.finish_reason is None:
+        if event.finish_reason is None or job.choices_left:
             return [push]
         return [push, *self._vacate(job, self.lanes[event.lane], now_ms)]
 
@@ -126,6 +128,8 @@ class LaneWork:
     def _start_decode(self, job: Job, lane: Lane, now_ms: int) -> list[Any]:
         self.lanes.advance(lane, LaneEvent.DECODE_STARTED)
         self.decode_started(job, now_ms)
+        if job.many:
+            return [self._desk.start_choice(job)]
         return [commands.StartDecode(job.job_id, lane.index, job.first_token)]
 
     def _vacate(self, job: Job, lane: Lane, now_ms: int) -> list[Any]:

@@ -33,10 +33,10 @@ from common.prefix_commands import StoreBlocks
 from decode_node import commands
 from decode_node import events as ev
 from decode_node.cache_files import FILE_COMMANDS, CacheFiles
-from decode_node.compute import DecodeCompute, EngineFailed, EngineLoaded, ImportFrom
+from decode_node.compute import DecodeCompute, EngineFailed, EngineLoaded
 from decode_node.core import DecodeCore
 from decode_node.job_log import log_answer, log_end
-from decode_node.kv_import import KvSource
+from decode_node.kv_import import ImportFrom, KvSource
 from decode_node.prefix_cache import PrefixSettings
 from decode_node.scheduler import Route
 from decode_node.settings import DecodeSettings
@@ -70,6 +70,7 @@ _FOR_COMPUTE = (
     commands.SampleFirst,
     commands.StartLocalPrefill,
     commands.StartDecode,
+    commands.StartChoice,
     commands.StopLane,
     *_FOR_CACHE,
 )

@@ -7,7 +7,9 @@ mailbox in the order of the commands. It must never touch a socket or the engine
 
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,20 @@ class TokenizerFailed:
     detail: str
 
 
+class _Answer:
+    """The text of one job's answer, and of the next one when that begins."""
+
+    def __init__(self, make_stream: Callable[[], TextStream]) -> None:
+        self._make_stream = make_stream
+        self._stream = make_stream()
+        self._choice = 0
+
+    def stream_of(self, choice: int) -> TextStream:
+        if choice != self._choice:
+            self._stream, self._choice = self._make_stream(), choice
+        return self._stream
+
+
 class TextThread:
     """The one thread that may use the tokenizer."""
 
@@ -49,7 +65,7 @@ class TextThread:
         self._mailbox = mailbox
         self._hooks = hooks
         self._commands = Commands()
-        self._streams: dict[str, TextStream] = {}
+        self._answers: dict[str, _Answer] = {}
         self._tokenizer: Tokenizer | None = None
         self._thread = threading.Thread(target=mailbox.guard, args=(self._run,), name="text", daemon=True)
         self._handlers = {
@@ -108,8 +124,8 @@ class TextThread:
         if isinstance(result, Refusal):
             return ev.SubmissionRefused(command.job_id, result.code, result.detail)
         silent = ending_token_ids(result.sampling, self._tokenizer.eos_token_ids)
-        self._streams[command.job_id] = TextStream(
-            self._tokenizer, result.sampling.stop, silent, result.sampling.min_tokens
+        self._answers[command.job_id] = _Answer(
+            partial(TextStream, self._tokenizer, result.sampling.stop, silent, result.sampling.min_tokens)
         )
         prompt = np.asarray(result.prompt_ids, dtype="<i4").tobytes()
         shorter_digest = prompt_digest(result.prompt_ids[:-1])
@@ -133,9 +149,10 @@ class TextThread:
         self._mailbox.put(answer)
 
     def _push(self, command: commands.PushTokens) -> None:
-        stream = self._streams.get(command.job_id)
-        if stream is None:
+        answer = self._answers.get(command.job_id)
+        if answer is None:
             return  # the job has ended meanwhile
+        stream = answer.stream_of(command.choice)
         try:
             self._hooks.at("text.push")
             delta = stream.push((command.token_id,))
@@ -146,9 +163,10 @@ class TextThread:
             detail = f"the tokenizer failed on this answer ({type(error).__name__})"
             self._mailbox.put(ev.TextFailed(command.job_id, detail))
             return
+        ids, choice = (command.token_id,), command.choice
         self._mailbox.put(
-            ev.TextProduced(command.job_id, (command.token_id,), text, delta.stopped, command.final, logprobs)
+            ev.TextProduced(command.job_id, ids, text, delta.stopped, command.final, logprobs, choice)
         )
 
     def _forget_job(self, command: commands.ForgetJob) -> None:
-        self._streams.pop(command.job_id, None)
+        self._answers.pop(command.job_id, None)

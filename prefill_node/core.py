@@ -121,8 +121,11 @@ class PrefillCore:
     def check(self) -> None:
         """Raise `InvariantViolation` when the parts of the state contradict each other."""
         self.grants.check()
-        waiting = (SourceState.QUEUED, SourceState.PAUSED)
-        queued = [slot.index for slot in self.grants if slot.state in waiting]
+        queued = [
+            slot.index
+            for slot in self.grants
+            if slot.state is SourceState.QUEUED and slot.production.outcome is None
+        ]
         check(sorted(queued) == sorted(self.line.queue), "INV-1: the queue and the slots disagree")
         for slot in self.grants:
             abandoned = slot.state is SourceState.ABANDONED

@@ -17,7 +17,6 @@ _UNGRANTED = (SourceState.POOL, SourceState.ABANDONED)
 _PRODUCING = (
     SourceState.QUEUED,
     SourceState.COMPUTING,
-    SourceState.PAUSED,
     SourceState.SENDING,
     SourceState.ABANDONED,
 )

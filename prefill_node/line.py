@@ -38,7 +38,6 @@ from prefill_node.production import (
 from transport.bulk import ChunkOffered, ChunksLetGo, PiecesMoved, SendsDropped
 
 COUNTERS = ("prefills_done", "prefills_failed", "prefills_cancelled", "prefills_paused")
-_WAITING = (SourceState.QUEUED, SourceState.PAUSED)
 
 
 class ProductionLine:
@@ -117,7 +116,9 @@ class ProductionLine:
             return protocol_error(session, f"CANCEL for epoch {message.epoch}, which was never used")
         if message.epoch < slot.last_epoch or slot.production is None:
             return []
-        if slot.state in _WAITING:
+        if slot.production.outcome is not None and slot.state is SourceState.QUEUED:
+            return []
+        if slot.state is SourceState.QUEUED:
             return self._abort_queued(slot, ErrorCode.CANCELLED, "cancelled while it waited", now_ms)
         if slot.state is SourceState.SENDING:
             return self._give_up(slot, ErrorCode.CANCELLED, "cancelled while it was sent", now_ms)
@@ -248,7 +249,7 @@ class ProductionLine:
             return []
         self.progress += 1
         production.let_go = event.chunks
-        if slot.state is not SourceState.SENDING or production.sends:
+        if production.outcome is None or production.sends or slot.state is SourceState.ABANDONED:
             return []
         return self._complete(slot, now_ms)
 
@@ -322,7 +323,7 @@ class ProductionLine:
             self.computing = None
         if not slot.production.sends:
             return self._complete(slot, now_ms)
-        if slot.state is not SourceState.SENDING:
+        if slot.state is SourceState.COMPUTING:
             slot.advance(SourceEvent.COMPUTE_ENDED, now_ms)
         return []
 

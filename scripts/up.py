@@ -207,7 +207,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--slots", type=int, metavar="N", help="lanes: requests decoded at once (default: 1)")
     add("--prefill-nodes", type=int, default=1, metavar="N", help="prefill nodes to start (default: 1)")
     http = parser.add_mutually_exclusive_group()
-    http.add_argument("--http-port", type=int, metavar="PORT", help=f"of the gateway (default: {HTTP_PORT}, or a free one)")
+    http.add_argument(
+        "--http-port", type=int, metavar="PORT", help=f"of the gateway (default: {HTTP_PORT}, or a free one)"
+    )
     http.add_argument("--no-gateway", action="store_true", help="no OpenAI-compatible HTTP, no page")
     add("--max-tokens", type=int, metavar="N", help="most tokens of prompt and answer together")
     add("--decode-endpoint", metavar="ENDPOINT", help="default: a socket that send.py finds")

@@ -49,6 +49,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    choice_ids: list[tuple[int, int]] = field(default_factory=list)
     end: Finished | Failed | Rejected | None = None
 
     @property
@@ -96,6 +97,7 @@ class JobClient:
                     answer.token_ids += token_ids
                     answer.text += text
                     answer.logprobs += message.logprobs
+                    answer.choice_ids += [(message.choice, token_id) for token_id in token_ids]
                 case Finished() | Failed() | Rejected():
                     assert answer.end is None, "a job was answered twice"
                     answer.end = message

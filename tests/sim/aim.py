@@ -4,7 +4,7 @@ Decides what a seeded run may do on purpose: what goes wrong in work, a stop in 
 meets a state that does not last. Asked by `tests.sim.runs`; it must never change a world.
 """
 
-from common.lifecycle import JobState, LaneState, SourceState
+from common.lifecycle import JobState, LaneState, SlotState, SourceState
 from tests.sim import faults, faults_bulk
 from tests.sim.choices import Choices
 from tests.sim.plan import Option
@@ -39,6 +39,25 @@ def in_copy(world: World) -> list[Option]:
     if len(world.decodes) == 1 or world.budget.get("stop_decode", 0) < 1:
         return []
     return [Option("stop_decode", node.name) for node in world.decodes if node.runs and node.device.filling]
+
+
+def to_hurry(world: World) -> list[Option]:
+    """Prompts that lanes come to wait for while another one is computed: seldom by itself, legal always."""
+    found = []
+    for prefill in world.prefills:
+        computing = prefill.core.line.computing if prefill.alive else None
+        if computing is None or computing.production is None or computing.production.urgent:
+            continue
+        found += [
+            Option("hurry", decode.name, number, slot.index)
+            for decode in world.decodes
+            if decode.runs
+            for number, worker in enumerate(decode.core.workers)
+            for slot in worker.ledger.slots()
+            if slot.session != computing.session or slot.index != computing.index
+            if slot.state is SlotState.PRODUCING and not slot.urgent
+        ]
+    return found
 
 
 def in_passing(world: World, choices: Choices) -> list[Option]:

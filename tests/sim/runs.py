@@ -20,6 +20,7 @@ HEAL_STEPS_MAX = 6_000
 JOBS_MIN = 3
 AIMED_SHARE = 0.04
 PASSING_SHARE = 0.35
+HURRY_SHARE = 0.5
 STOP_SHARE = 0.4
 # Decode nodes, prefill nodes.
 _SHAPES = ((1, 1), (1, 1), (1, 1), (2, 1), (2, 1), (1, 2))
@@ -158,6 +159,8 @@ class Run:
                 # What one fault has left behind is where the next one hurts.
                 self.burst = choices.chance(0.5)
                 return choices.one_of([option for option in found if option.kind == kind])
+        if (aimed := aim.to_hurry(world)) and choices.chance(HURRY_SHARE):
+            return choices.one_of(aimed)
         if choices.chance(AIMED_SHARE) and (aimed := aim.in_work(world)):
             return choices.one_of(aimed)
         if choices.chance(PASSING_SHARE) and (aimed := aim.in_passing(world, choices)):

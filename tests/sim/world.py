@@ -239,6 +239,14 @@ class World:
             if due == due_ms and process.runs:
                 process.tick(self)
 
+    def _take_hurry(self, option: Option) -> None:
+        """A lane comes to wait for what is produced in that slot."""
+        node = self.processes[option.where]
+        worker = list(node.core.workers)[option.detail]
+        slot = next(slot for slot in worker.ledger.slots() if slot.index == option.more)
+        for effect in worker.hurry(slot):
+            node.step(effect, self)
+
     def _take_deliver_up(self, option: Option) -> None:
         wire = self.wires[int(option.where)]
         node = self.processes[wire.router]

@@ -20,8 +20,8 @@ from common.messages import PrefillDone
 from common.sampling import SamplingParams
 from decode_node import commands
 from decode_node import events as ev
-from decode_node.compute import DecodeCompute, ImportFrom
-from decode_node.kv_import import KvSource
+from decode_node.compute import DecodeCompute
+from decode_node.kv_import import ImportFrom, KvSource
 from prefill_node.compute import PrefillCompute
 from prefill_node.events import ComputeFailed, RunChunk
 from tests.oracle import expected_tokens

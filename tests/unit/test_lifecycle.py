@@ -30,9 +30,8 @@ orphaned: completed>free producer_failed>free
 SOURCE = """
 pool: granted>idle
 idle: prefill>queued returned>pool session_ended>pool
-queued: compute_started>computing cancelled>idle failed>idle session_ended>pool
-computing: done>held failed>idle cancelled>idle compute_ended>sending preempted>paused session_ended>abandoned
-paused: compute_started>computing failed>idle cancelled>idle compute_ended>sending session_ended>abandoned
+queued: compute_started>computing cancelled>idle failed>idle session_ended>abandoned
+computing: done>held failed>idle cancelled>idle compute_ended>sending preempted>queued session_ended>abandoned
 sending: done>held failed>idle cancelled>idle session_ended>abandoned
 held: release>idle session_ended>pool
 abandoned: let_go>pool

@@ -105,7 +105,7 @@ def test_an_urgent_prompt_pauses_another_one_at_its_next_chunk_and_that_goes_on_
     assert running(node.prefill(0, 1, tokens=3 * CHUNK_TOKENS)) == [(0, 0, CHUNK_TOKENS)]
     node.prefill(1, 1, tokens=CHUNK_TOKENS, urgent=True)
     assert running(node.chunk(0, 1)) == [(1, 0, CHUNK_TOKENS)]
-    assert node.states() == ["paused", "computing"]
+    assert node.states() == ["queued", "computing"]
     effects = node.chunk(1, 1)
     assert [type(message) for message in completions(effects)] == [PrefillDone]
     assert running(effects) == [(0, CHUNK_TOKENS, 2 * CHUNK_TOKENS)]
