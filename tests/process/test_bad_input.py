@@ -252,7 +252,7 @@ def test_a_thousand_jobs_leave_no_memory_behind(world: World) -> None:
     prompts = [prompt_of(10 + 13 * number, number) for number in range(10)]
     answers_wanted = [expected(prompt_ids, 4) for prompt_ids in prompts]
     bytes_after = {}
-    for turn in range(10):
+    for turn in range(13):
         answers = [
             pair.client.submit(f"{number}", prompts[number % 10], max_tokens=4) for number in range(100)
         ]
@@ -260,6 +260,7 @@ def test_a_thousand_jobs_leave_no_memory_behind(world: World) -> None:
             assert world.end_of(answer).token_ids == answers_wanted[number % 10]
             assert isinstance(answer.end, Finished)
         bytes_after[turn] = [resident_bytes(daemon) for daemon in (pair.prefill, pair.decode)]
-    for early, late in zip(bytes_after[3], bytes_after[9], strict=True):
-        assert late - early < 1_500_000, bytes_after
+    # By then each node's story of its last steps is full.
+    for early, late in zip(bytes_after[9], bytes_after[12], strict=True):
+        assert late - early < 1_200_000, bytes_after
     pair.audit()
