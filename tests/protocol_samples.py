@@ -59,7 +59,7 @@ SAMPLES = [
     ms.ClientError(ErrorCode.BAD_MESSAGE, "expected 3 frames, got 2"),
     ms.CacheOrder("save", "chat-2.cache"),
     ms.CacheReply(12, 2**33, "/var/lib/tandem/chat-2.cache", ErrorCode.BUSY, "another one is going on"),
-    ms.Tokenize("a", None, None, (1, 2, 49_151)),
+    ms.Tokenize("a", None, None, (1, 49_151, 2)),
     ms.Tokenized("a", (1, 2), "naïve 😀"),
 ]
 SAMPLE_IDS = [type(sample).__name__ for sample in SAMPLES]

@@ -146,7 +146,7 @@ ENDS_THE_SESSION: dict[str, tuple[Say, str]] = {
         "no longer knows",
     ),
 }
-_OF_A_PREFILL_NODE = (HelloOk, ms.HelloRefused, SessionGone, Pong, ms.Bye, Grant, ms.Draining)
+_OF_A_PREFILL_NODE = (HelloOk, ms.HelloRefused, SessionGone, Pong, ms.Bye, Grant, ms.GrantLimit, ms.Draining)
 _COMPLETIONS = (PrefillDone, PrefillFailed)
 for _sample in SAMPLES:
     if not isinstance(_sample, (*_OF_A_PREFILL_NODE, *_COMPLETIONS, ms.Hello)):

@@ -94,7 +94,7 @@ def stale_messages(daemon: Daemon) -> int:
 
 
 Messages = Callable[[int], list[Any]]
-NOT_IDLE, NOT_HELD = "which is not idle", "not held"
+NOT_IDLE, NOT_HELD, NOT_OWN = "which is not idle", "not held", "not granted, or not idle"
 MISUSES: dict[str, tuple[Messages, str]] = {
     "PREFILL twice": (lambda last: [request_of(last + 1), request_of(last + 2)], NOT_IDLE),
     "PREFILL repeated": (lambda last: [request_of(last + 1)] * 2, NOT_IDLE),
@@ -117,8 +117,15 @@ MISUSES: dict[str, tuple[Messages, str]] = {
         lambda last: [request_of(last + 1, prompt=b""), Release(0, last + 1)],
         NOT_HELD,
     ),
+    "RETURN_SLOTS of a slot that was not granted": (lambda last: [ms.ReturnSlots((7,))], NOT_OWN),
+    "RETURN_SLOTS of a slot that is being filled": (
+        lambda last: [request_of(last + 1), ms.ReturnSlots((0,))],
+        NOT_OWN,
+    ),
+    "HURRY for a slot that was not granted": (lambda last: [ms.Hurry(7, 1)], "not used"),
+    "HURRY for a future epoch": (lambda last: [ms.Hurry(0, last + 1)], "not used"),
 }
-_OF_A_DECODE_NODE = (Prefill, Cancel, Release, Ping, Bye, SessionGone, ms.Hello)
+_OF_A_DECODE_NODE = (Prefill, Cancel, Release, ms.ReturnSlots, ms.Hurry, Ping, Bye, SessionGone, ms.Hello)
 for _sample in SAMPLES:
     if not isinstance(_sample, _OF_A_DECODE_NODE):
         MISUSES[f"a {type(_sample).__name__}"] = (
@@ -317,6 +324,7 @@ ANSWERED: dict[str, dict[type, type | None]] = {
         ms.Submit: ms.Rejected,
         ms.CancelJob: None,
         CacheOrder: CacheReply,
+        ms.Tokenize: ms.Rejected,
     },
 }
 
