@@ -1,8 +1,9 @@
 """The configuration file of a pair: TOML in, values of options out.
 
 Decides what such a file may say: options by their flags' names, with dashes or underscores, for the prefill
-node under `[prefill]`, for the decode node under `[decode]`, for both above the tables. The whole file is
-judged, whoever reads it, so that a mistake shows at the first start of either node. Called by
+node under `[prefill]`, for the decode node under `[decode]`, for both above the tables. All of that is
+judged, whoever reads it, so that a mistake shows at the first start of either node. What stands under
+`[gateway]` and `[up]` is for the launcher, which hands it on. Called by
 `common/command_line.py` and by the launcher. It must never hold a default or a range of its own, nor judge a
 value beyond its type: the configuration's constructor does.
 """
@@ -11,7 +12,7 @@ import difflib
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -21,6 +22,7 @@ from common.errors import ConfigError
 from common.limits import CONFIG_FILE_BYTES
 from common.prefill_config import PrefillConfig
 
+LAUNCHERS = ("gateway", "up")
 TABLES: dict[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 NOT_IN_A_FILE = {
     "config": "a configuration file cannot name another one",
@@ -47,11 +49,16 @@ class FileValue:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A file that was read and found to make sense. prefill, decode: values by field name."""
+    """A file that was read and found to make sense. prefill, decode: values by field name.
+
+    gateway, up: flags of the gateway and of `scripts/up.py`, by their names with dashes, as they stand there.
+    """
 
     path: str
     prefill: Mapping[str, FileValue]
     decode: Mapping[str, FileValue]
+    gateway: Mapping[str, Any] = field(default_factory=dict)
+    up: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, config_class: type[NodeConfig]) -> Mapping[str, FileValue]:
         """What the file says to one of the nodes."""
@@ -63,8 +70,11 @@ def read_config_file(path: str) -> ConfigFile:
     document = _parse(path, _read(path))
     both: dict[str, FileValue] = {}
     tables: dict[str, dict[str, FileValue]] = {name: {} for name in TABLES}
+    for_launcher: dict[str, dict[str, Any]] = {name: {} for name in LAUNCHERS}
     for key, value in document.items():
-        if key in TABLES:
+        if key in LAUNCHERS and isinstance(value, dict):
+            for_launcher[key] = {name.replace("_", "-"): told for name, told in value.items()}
+        elif key in (*TABLES, *LAUNCHERS):
             if not isinstance(value, dict):
                 raise ConfigError(f"{path}: {key} must be a table, written [{key}] on a line of its own")
             tables[key] = _values(path, key, value)
@@ -72,7 +82,7 @@ def read_config_file(path: str) -> ConfigFile:
             raise ConfigError(f"{path}: there is no table [{key}]; {_nearest(key, TABLES, '[{}]')}")
         else:
             both |= _values(path, None, {key: value}, both)
-    return ConfigFile(path, **{name: both | values for name, values in tables.items()})
+    return ConfigFile(path, **{name: both | values for name, values in tables.items()}, **for_launcher)
 
 
 def _read(path: str) -> str:

@@ -18,6 +18,7 @@ class LogEvent(StrEnum):
     NODE_DRAINING = "node.draining"
     NODE_STOPPED = "node.stopped"
     NODE_FAILED = "node.failed"
+    REQUEST_FAILED = "request.failed"
     NODE_NOT_PINNED = "node.not_pinned"
     NODE_PAUSED = "node.paused"
     SIGNAL_RECEIVED = "signal.received"

@@ -31,7 +31,7 @@ from common.sampling import SamplingParams
 from decode_node import commands
 from decode_node import events as ev
 from decode_node.cache_files import FILE_COMMANDS, CacheFiles
-from decode_node.kv_import import ImportFrom, KvImport, copy_blocks
+from decode_node.kv_import import ImportFrom, KvImport, KvSource, copy_blocks
 from decode_node.lane_storing import LaneStoring
 from decode_node.sampler import JobSampler
 from transport.loop import Commands, Mailbox
@@ -195,16 +195,17 @@ class DecodeCompute:
             self._samplers[job_id] = JobSampler(sampling, self._eos_token_ids, prompt=prompt)
         return self._samplers[job_id]
 
-    def _start_import(self, command: ImportFrom) -> None:
+    def _start_import(self, order: ImportFrom) -> None:
+        command = order.start
         self._storing.finish(command.lane, command.places)
         if command.sampling is not None:
             self._sampler(command.job_id, command.sampling, command.prompt)
-        work = self._import(command)
+        work = self._import(command, order.source)
         self._filling[command.lane] = _Filling(command.job_id, work)
 
-    def _import(self, command: ImportFrom) -> Iterator[None]:
+    def _import(self, command: commands.StartImport, source: KvSource) -> Iterator[None]:
         kv = KvImport(
-            command.source,
+            source,
             command.record,
             self._engine,
             command.lane,

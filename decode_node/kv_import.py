@@ -21,7 +21,7 @@ from common.errors import ErrorCode
 from common.kv_convert import KvConverter
 from common.kv_layout import KvLayout, chunk_bounds
 from common.messages import PrefillDone
-from common.sampling import SamplingParams
+from decode_node.commands import StartImport
 from transport.landing import Landing
 from transport.slab import SlabView
 
@@ -59,16 +59,8 @@ class KvSource:
 class ImportFrom:
     """`StartImport` with the mapping to read from."""
 
-    job_id: str
-    lane: int
+    start: StartImport
     source: KvSource
-    record: PrefillDone
-    token_id: int
-    send_from: int = 0
-    places: tuple[int, ...] = ()
-    sampling: SamplingParams | None = None
-    known_token: int | None = None
-    prompt: bytes = b""
 
 
 class KvImport:

@@ -233,10 +233,8 @@ class DecodeNode:
                 self._text.put(effect)
                 if effect.known_to_compute:
                     self._compute.put(effect)
-            case commands.StartImport(job_id=job_id, lane=lane, record=record, token_id=token_id):
-                source = self._sources[effect.session]
-                rest = effect.send_from, effect.places, effect.sampling, effect.known_token, effect.prompt
-                self._compute.put(ImportFrom(job_id, lane, source, record, token_id, *rest))
+            case commands.StartImport(session=session):
+                self._compute.put(ImportFrom(effect, self._sources[session]))
             case OpenPlane(worker=worker, hello_ok=hello_ok):
                 return [self._open_plane(worker, hello_ok)]
             case ev.ClosePlane(session=session):

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from types import FrameType
 from typing import Any
 
 try:
@@ -85,6 +86,7 @@ class Watch:
     def __init__(self, nodes: list[Watched], given: argparse.Namespace) -> None:
         self._nodes = nodes
         self._given = given
+        self._stopping = False
 
     def run(self) -> int:
         """The exit status."""
@@ -108,10 +110,16 @@ class Watch:
                 self._repeat(lambda: live.update(self._picture(), refresh=True))
         return int(any(node.asked_for for node in missing)) if self._given.once else ExitStatus.OK
 
+    def stop(self) -> None:
+        """Let the round that goes on be the last one."""
+        self._stopping = True
+
     def _repeat(self, show: Any) -> None:
         show()
         while not self._given.once:
             self._wait()
+            if self._stopping:
+                return
             self._ask()
             show()
 
@@ -121,7 +129,7 @@ class Watch:
 
     def _wait(self) -> None:
         until_ms = now_ms() + int(self._given.interval * 1_000)
-        while (left_ms := until_ms - now_ms()) > 0:
+        while not self._stopping and (left_ms := until_ms - now_ms()) > 0:
             for node in self._nodes:
                 node.turn(min(TURN_MS, left_ms) // len(self._nodes) + 1)
 
@@ -187,6 +195,22 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def stop_on_signals(watch: Watch) -> None:
+    """The first signal ends the watch between two rounds; the second one ends it wherever it is.
+
+    An exception in the middle of anything, such as the making of a socket, can leave what nobody closes, and
+    then the end waits for ever.
+    """
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        watch.stop()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.default_int_handler)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, on_signal)
+
+
 def main() -> int:
     """The exit status; errors are told without a traceback."""
     given = parse_arguments()
@@ -194,6 +218,7 @@ def main() -> int:
     watch = None
     try:
         watch = Watch(nodes_of(given), given)
+        stop_on_signals(watch)
         return watch.run()
     except ConfigError as error:
         tell(f"status: {error}")

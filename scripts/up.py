@@ -17,7 +17,7 @@ try:
     from common.clock import pause_ms
     from common.command_line import variable_of
     from common.config import flag_of
-    from common.config_file import read_config_file
+    from common.config_file import ConfigFile, read_config_file
     from common.errors import ConfigError, ExitStatus, TandemError
     from transport.launch.key_flags import value_of
     from transport.launch.pair import Pair
@@ -128,36 +128,54 @@ def parse_arguments(argv: list[str]) -> tuple[PairPlan, str]:
     given = parser.parse_args(own)
     if given.prefetch_depth is not None and given.prefetch_depth < 1:
         parser.error("--prefetch-depth must be at least 1; use --no-prefetch to turn it off")
-    if given.prefill_nodes < 1:
-        parser.error("--prefill-nodes must be at least 1")
+    path = os.environ.get(variable_of("config")) if given.config is None else given.config
+    file = None if path is None else read_config_file(path)
     plan = PairPlan(
         kind=given.backend,
         model=given.model,
         max_tokens=given.max_tokens,
         prefetch_depth=0 if given.no_prefetch else given.prefetch_depth,
         lanes=given.slots,
-        prefill_nodes=given.prefill_nodes,
-        gateway=gateway_flags(given, extra.pop("gateway")),
+        prefill_nodes=prefill_nodes_of(given, file),
+        gateway=gateway_flags(given, file, extra.pop("gateway")),
         decode_endpoint=given.decode_endpoint,
         prefill_endpoint=given.prefill_endpoint,
         key_file=value_of(given.key_file, flag_of("key_file"), variable_of("key_file")),
         allowed_keys=value_of(given.allowed_keys, flag_of("allowed_keys"), variable_of("allowed_keys")),
         **extra,
     )
-    path = os.environ.get(variable_of("config")) if given.config is None else given.config
-    if path is not None:
-        plan = plan.with_file(read_config_file(path))
+    if file is not None:
+        plan = plan.with_file(file)
     return plan, "info" if given.verbose else "warning"
 
 
-def gateway_flags(given: argparse.Namespace, extra: tuple[str, ...]) -> tuple[str, ...] | None:
+def prefill_nodes_of(given: argparse.Namespace, file: ConfigFile | None) -> int:
+    """How many prefill nodes to start. Raises ConfigError."""
+    told = {} if file is None else file.up
+    unknown = sorted(set(told) - {"prefill-nodes"})
+    if unknown:
+        raise ConfigError(f"{file.path}: [up] {unknown[0]}: there is no such option; [up] has prefill-nodes")
+    count = told.get("prefill-nodes", 1) if given.prefill_nodes is None else given.prefill_nodes
+    if type(count) is not int or count < 1:
+        raise ConfigError(f"prefill-nodes must be a whole number from 1 on, not {count!r}")
+    return count
+
+
+def gateway_flags(
+    given: argparse.Namespace, file: ConfigFile | None, extra: tuple[str, ...]
+) -> tuple[str, ...] | None:
     """Flags of the gateway, None for no gateway. Without a word, its port is free: pairs do not clash."""
     if given.no_gateway:
         return None
-    port = given.http_port
-    if port is None:
-        port = HTTP_PORT if is_free(HTTP_PORT) else 0
-    return ("--port", str(port), *extra)
+    told = {} if file is None else dict(file.gateway)
+    if given.http_port is not None:
+        told["port"] = given.http_port
+    told.setdefault("port", HTTP_PORT if is_free(HTTP_PORT) else 0)
+    flags: list[str] = []
+    for name, value in told.items():
+        if value is not False:
+            flags += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return (*flags, *extra)
 
 
 def is_free(port: int) -> bool:
@@ -205,7 +223,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--prefetch-depth", type=int, metavar="N", help="queued requests to prefill ahead (default: 1)"
     )
     add("--slots", type=int, metavar="N", help="lanes: requests decoded at once (default: 1)")
-    add("--prefill-nodes", type=int, default=1, metavar="N", help="prefill nodes to start (default: 1)")
+    add("--prefill-nodes", type=int, metavar="N", help="prefill nodes to start (default: 1)")
     http = parser.add_mutually_exclusive_group()
     http.add_argument(
         "--http-port", type=int, metavar="PORT", help=f"of the gateway (default: {HTTP_PORT}, or a free one)"

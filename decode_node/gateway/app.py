@@ -7,7 +7,6 @@ than OpenAI's when it refuses.
 
 import mimetypes
 import re
-from email.utils import localtime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from common import limits
+from common.clock import wall_s
 from common.ids import new_incarnation
 from common.version import VERSION
 from decode_node.gateway import bodies
@@ -107,7 +107,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         given = body.answer_tokens
         sampling = body.sampling()
         sampling["max_tokens"] = await service.answer_tokens() if given is None else given
-        job = {**source, "sampling": sampling, "cache_salt": body.cache_salt}
+        job = {**source, "sampling": sampling, "cache_salt": body.salt}
 
         async def shorter() -> dict[str, Any]:
             fitting = await service.fitting_tokens(source)
@@ -123,7 +123,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         sampling = body.sampling()
         given = body.answer_tokens
         sampling["max_tokens"] = bodies.COMPLETION_MAX_TOKENS if given is None else given
-        job = {**source, "sampling": sampling, "cache_salt": body.cache_salt}
+        job = {**source, "sampling": sampling, "cache_salt": body.salt}
         echo = None
         if body.echo:
             echo = source.get("prompt")
@@ -133,7 +133,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 def _generating(service: Service, body: Any, job: dict[str, Any], prefix: str, **others: Any) -> Response:
     identity = f"{prefix}-{new_incarnation()}"
-    created_s = int(localtime().timestamp())
+    created_s = wall_s()
     head = Head(identity, created_s, service.model, chat=prefix == "chatcmpl")
     return Generating(
         service,
@@ -147,7 +147,7 @@ def _generating(service: Service, body: Any, job: dict[str, Any], prefix: str, *
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    started_s = int(localtime().timestamp())
+    started_s = wall_s()
 
     def described() -> dict[str, Any]:
         return {"id": service.model, "object": "model", "created": started_s, "owned_by": "tandem"}

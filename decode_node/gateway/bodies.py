@@ -5,6 +5,7 @@ default only. A field that is not here is refused by name, and so is a value tha
 nothing is silently ignored. Ranges are the decode node's to judge where it judges them anyway.
 """
 
+import hashlib
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -22,6 +23,7 @@ from decode_node.gateway.api_errors import ApiError, bad_request
 CHAT_MAX_TOKENS = 1_024  # of an answer whose request does not say
 COMPLETION_MAX_TOKENS = 16  # as in OpenAI's API
 TEMPERATURE = 1.0
+SALT_CHARACTERS = 64  # as many as SUBMIT has room for
 _SHOWN_FAULTS = 3
 
 
@@ -75,10 +77,10 @@ class Generation(_Body):
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+    cache_salt: Annotated[str, Field(min_length=1, max_length=SALT_CHARACTERS)] | None = Field(
         None, description="jobs with another one share no prefix cache with this one"
     )
-    user: str | None = Field(None, description="accepted and not used: nothing is kept or told by user")
+    user: str | None = Field(None, description="a cache_salt, where that is not given; kept nowhere")
     metadata: Annotated[Any, _only({})] = None
     store: Off = None
     service_tier: Annotated[Any, _only("auto", "default")] = None
@@ -104,6 +106,14 @@ class Generation(_Body):
     def top(self) -> int | None:
         """How many alternatives are told with each token, None without logprobs at all."""
         return None
+
+    @property
+    def salt(self) -> str | None:
+        """Whose prompts may share KV with this one: those of the same salt, or of the same user."""
+        if self.cache_salt is not None or self.user is None:
+            return self.cache_salt
+        # Of a kind that nobody can find a second user for.
+        return hashlib.sha256(self.user.encode("utf-8", "surrogatepass")).hexdigest()
 
     def sampling(self) -> dict[str, Any]:
         """The sampling map of SUBMIT, without max_tokens."""

@@ -65,7 +65,7 @@ class Guard:
             # It is answered already. Its words may quote what a client sent, its place cannot.
             place = traceback.extract_tb(error.__traceback__)[-1]
             self._service.log.error(
-                LogEvent.NODE_FAILED, error=type(error).__name__, at=f"{place.filename}:{place.lineno}"
+                LogEvent.REQUEST_FAILED, error=type(error).__name__, at=f"{place.filename}:{place.lineno}"
             )
 
     def _admits(self, scope: dict[str, Any]) -> bool:

@@ -87,7 +87,7 @@ def parsed(body_class: type, body: dict[str, Any]) -> Any:
 def effect(body: Any) -> Any:
     """All that a body changes."""
     source = body.source() if isinstance(body, bodies.CompletionRequest) else body.messages[0].plain()
-    told = (body.model, body.stream, body.includes_usage, body.cache_salt, getattr(body, "echo", None))
+    told = (body.model, body.stream, body.includes_usage, body.salt, getattr(body, "echo", None))
     return source, body.sampling(), body.answer_tokens, told
 
 
@@ -114,10 +114,15 @@ def test_every_field_changes_the_job_or_is_refused_by_name(
     others = {**base, **WITH.get(name, {})}
     value = 1 if (name, body_class) == ("logprobs", bodies.CompletionRequest) else VALUES[name]
     changed = parsed(body_class, {**others, name: value})
-    if name == "user":
-        assert effect(changed) == effect(parsed(body_class, others))
-    else:
-        assert effect(changed) != effect(parsed(body_class, others))
+    assert effect(changed) != effect(parsed(body_class, others))
+
+
+def test_users_have_salts_of_their_own_unless_one_is_given() -> None:
+    one, other = (parsed(bodies.ChatRequest, {**CHAT, "user": user}).salt for user in ("one", "other"))
+    assert one != other
+    assert one == parsed(bodies.ChatRequest, {**CHAT, "user": "one"}).salt
+    assert len(one) <= bodies.SALT_CHARACTERS
+    assert parsed(bodies.ChatRequest, {**CHAT, "user": "one", "cache_salt": "s"}).salt == "s"
 
 
 def test_the_sampling_map_has_only_fields_that_the_sampler_knows() -> None:

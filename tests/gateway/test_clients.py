@@ -46,7 +46,7 @@ def test_a_client_that_leaves_amid_its_body_is_a_disconnect_and_no_fault(scripte
         connection.sendall(request_bytes(CHAT, chat_body())[:-5])
     gateway.wait_metric("tandem_gateway_disconnects_total", before + 1)
     assert gateway.metric('tandem_gateway_errors_total{code="internal"}') == 0
-    assert gateway.logged("node.failed") == []
+    assert gateway.logged("request.failed") == []
     assert scripted.node.submitted == []
 
 

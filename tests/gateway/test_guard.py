@@ -44,7 +44,7 @@ def test_a_fault_of_the_gateway_is_answered_in_openais_form_and_logged_without_i
     response = place.get("/health/ready")
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
     entry = json.loads(place.log.getvalue())
-    assert (entry["event"], entry["error"]) == ("node.failed", "RuntimeError")
+    assert (entry["event"], entry["error"]) == ("request.failed", "RuntimeError")
     assert "test_guard.py:" in entry["at"]
     assert "secret" not in response.text + place.log.getvalue()
 

@@ -154,17 +154,18 @@ def test_an_automatic_depth_is_shown_and_grows_where_prompts_take_longer_than_an
     pair.audit(imports=10)
 
 
-def test_an_automatic_shortest_remote_prompt_keeps_short_ones_here(world: World) -> None:
-    source = world.prefill("--emulated-prefill-tokens-per-s", "50000")
-    # Twenty times as slow, but nothing need travel.
-    flags = ("--min-remote-prompt-tokens", "auto", "--emulated-prefill-tokens-per-s", "2500")
+def test_an_automatic_shortest_remote_prompt_keeps_here_what_does_not_pay_elsewhere(world: World) -> None:
+    source = world.prefill("--emulated-prefill-tokens-per-s", "1000")
+    # Fifty times as fast, and nothing need travel.
+    flags = ("--min-remote-prompt-tokens", "auto", "--emulated-prefill-tokens-per-s", "50000")
     lane = world.decode(source, *flags)
     world.wait_for_log(lane, "session.opened")
     client = world.client(lane)
-    for number, length in enumerate((600, 400, 600, 300, 500, 2, 700)):
+    # A line needs prompts of two lengths.
+    for number, (length, path) in enumerate([(200, "remote"), (400, "remote"), (300, "local"), (2, "local")]):
         prompt = prompt_of(length, number)
         answer = world.end_of(client.submit(f"{number}", prompt, max_tokens=4))
-        assert answer.token_ids == expected(prompt, 4)
-        assert answer.end.path == ("local" if length == 2 else "remote")
-    assert 2 < world.status(lane)["min_remote_prompt_tokens"] < 300
+        assert (answer.token_ids, answer.end.path) == (expected(prompt, 4), path)
+    status = world.status(lane)
+    assert status["min_remote_prompt_tokens"] == status["max_tokens"] + 1
     world.stop(lane)

@@ -280,3 +280,18 @@ def test_the_name_of_the_built_in_model_stands_in_one_place() -> None:
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     named = [path.name for path in paths if "SmolLM2-135M" in path.read_text()]
     assert named == ["registry.py"]
+
+
+def test_tables_for_the_launcher_are_handed_on_and_mean_nothing_to_a_node(write: Callable[..., str]) -> None:
+    path = write(
+        '[decode]\nmax-queue = 9\n[gateway]\nport = 8080\nserved_model_name = "m"\n[up]\nprefill-nodes = 2\n'
+    )
+    file = read_config_file(path)
+    assert file.gateway == {"port": 8080, "served-model-name": "m"}
+    assert file.up == {"prefill-nodes": 2}
+    assert parsed("--config", path).max_queue == 9
+
+
+def test_a_launcher_table_must_be_a_table(write: Callable[..., str]) -> None:
+    with pytest.raises(ConfigError, match=r"gateway must be a table"):
+        read_config_file(write("gateway = 8080\n"))

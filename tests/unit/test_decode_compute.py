@@ -75,11 +75,15 @@ class Bench:
         self.compute = DecodeCompute(SETTINGS, self.mailbox, hooks, log)
         self.compute._engine = load_decode_engine(SETTINGS)
 
+    def copy(self, token_id: int) -> ImportFrom:
+        """The order to copy the slot into lane 0."""
+        return ImportFrom(commands.StartImport("job", 0, "session", self.record, token_id), self.source)
+
     def sample_and_import(self) -> list[object]:
         """Until the copy has ended and decode has begun; what compute said."""
         self.compute._sample_first(commands.SampleFirst("job", self.record, SAMPLING))
         first = expected_tokens(PROMPT, 1)[0]
-        self.compute._start_import(ImportFrom("job", 0, self.source, self.record, first))
+        self.compute._start_import(self.copy(first))
         while self.compute._filling:
             self.compute._fill(0)
         return self.mailbox.take()
@@ -118,7 +122,7 @@ def test_a_job_forgotten_between_its_copy_and_its_first_step_is_not_decoded(benc
 
 def test_a_job_forgotten_during_its_copy_ends_with_the_copy(bench: Bench) -> None:
     bench.compute._sample_first(commands.SampleFirst("job", bench.record, SAMPLING))
-    bench.compute._start_import(ImportFrom("job", 0, bench.source, bench.record, 0))
+    bench.compute._start_import(bench.copy(0))
     bench.compute._forget_job(commands.ForgetJob("job", known_to_compute=True))
     while bench.compute._filling:
         bench.compute._fill(0)
