@@ -46,7 +46,7 @@ class NodeProfile:
 
     dtype, rope_form, head_order, rotary_dim: how its engine writes KV, see `common.kv_convert`. wire_dtype:
     the number format in which it sends KV, empty for the engine's own. answers_logits: those of a prompt's
-    last position.
+    last position. keeps_prefixes: it has a prefix cache, so prompts that begin alike had better go there.
     """
 
     model_id: Annotated[str, MaxLen(256)]
@@ -64,6 +64,7 @@ class NodeProfile:
     head_order: tuple[Count, ...] = ()
     rotary_dim: Count = 0
     answers_logits: bool = True
+    keeps_prefixes: bool = False
 
 
 @wire

@@ -76,7 +76,8 @@ class Workers:
         """A slot for the job's production, None when none is free.
 
         Of the nodes whose slots hold the job: rather not the one where it has just failed; of the others one
-        with the least work, or with one production more if it was sent the beginning of the prompt before.
+        with the least work, or with one production more if it keeps prefixes and was sent the beginning of
+        the prompt before.
         """
         usable = [worker for worker in self if worker.usable]
         fitting = [worker for worker in usable if job.total_tokens <= worker.max_tokens] or usable
@@ -89,13 +90,14 @@ class Workers:
 
         def preference(worker: Worker) -> tuple[bool, bool, int, int]:
             more = worker.work_count - least
-            return worker.name == job.sent_to, more > 1, -known.get(worker.name, 0), more
+            kept_tokens = known.get(worker.name, 0) if worker.profile.keeps_prefixes else 0
+            return worker.name == job.sent_to, more > 1, -kept_tokens, more
 
         return slots[min(candidates, key=preference).name]
 
     def note_sent(self, job: Job, worker: Worker) -> None:
         """The job's prompt goes to that node: what begins like it had better follow."""
-        if len(self._workers) > 1:
+        if len(self._workers) > 1 and worker.profile.keeps_prefixes:
             self._affinity.note(job.cache_digest, job.prompt, worker.name)
 
     def give_back(self) -> list[Any]:

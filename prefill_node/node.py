@@ -6,6 +6,7 @@ compute.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from common import limits
@@ -96,6 +97,7 @@ class PrefillNode:
         wire = wire_layout(profile)
         planes = self._make_slab(config.source_slots, wire)
         store = BlockStore(layout, config.prefix_block_tokens, config.prefix_cache_mb * 2**20)
+        profile = replace(profile, keeps_prefixes=store.places > 0)
         self._layout = wire
         self._compute.attach(self._slab, wire, store)
         stall_ms = stall_bound_ms(config.stall_ms, capabilities.longest_chunk_ms)

@@ -51,7 +51,7 @@ def test_state_has_what_the_page_reads(gateway: GatewayProcess) -> None:
     read = set(re.findall(r"\bdecode\.(\w+)", script))
     assert read - {"ready", "model", "max_tokens"} <= set(decode)
     worker = decode["workers"][0]
-    assert set(re.findall(r"\bworker\.(\w+)", script)) - {"length", "slice"} <= set(worker)
+    assert set(re.findall(r"\bworker\.(\w+)", script)) - {"replace"} <= set(worker)
     assert set(re.findall(r"\bslot\.(\w+)", script)) <= set(worker["slots"][0])
     assert set(re.findall(r"\blane\.(\w+)", script)) <= set(decode["lanes"][0])
     assert set(re.findall(r"\bjob\.(\w+)", script)) <= set(state["ended"][-1])

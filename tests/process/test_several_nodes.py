@@ -11,9 +11,9 @@ SLOW = ("--emulated-prefill-tokens-per-s", "2000")
 TWO_LANES = (*PREFETCH, "--slots", "2")
 
 
-def two_sources(world: World, *decode: str) -> tuple[list[Daemon], Daemon]:
+def two_sources(world: World, *decode: str, prefill: tuple[str, ...] = ()) -> tuple[list[Daemon], Daemon]:
     """Two prefill nodes, and a decode node that has a session with both."""
-    sources = [world.prefill(*SLOW) for _ in range(2)]
+    sources = [world.prefill(*SLOW, *prefill) for _ in range(2)]
     endpoints = ",".join(source.endpoint for source in sources)
     lane = world.decode(endpoints, *decode)
     world.wait_for_log(lane, "session.opened", 2)
@@ -49,7 +49,7 @@ def test_two_prefill_nodes_share_the_prompts_of_one_decode_node(world: World) ->
 
 
 def test_a_prompt_follows_its_beginning_to_the_node_that_has_it(world: World) -> None:
-    sources, lane = two_sources(world, *PREFETCH)
+    sources, lane = two_sources(world, *PREFETCH, prefill=("--prefix-cache-mb", "4"))
     client = world.client(lane)
     beginning = prompt_of(256, 3)
     for number in range(4):

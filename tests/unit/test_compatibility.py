@@ -9,7 +9,7 @@ from common.engines.interface import Capabilities, ModelIdentity
 from common.messages import NodeProfile
 from transport.codec import Header, decode, encode
 
-NEGOTIATED = {"max_tokens", "chunk_tokens", "answers_logits"}
+NEGOTIATED = {"max_tokens", "chunk_tokens", "answers_logits", "keeps_prefixes"}
 CONVERTED = {"dtype": "bfloat16", "wire_dtype": "int8", "rope_form": "interleaved", "head_order": (2, 1, 0)}
 PROFILE = NodeProfile("m/135M", "aa" * 16, "bb" * 16, 30, 3, 64, 49_152, "float32", "half", 768, 128)
 

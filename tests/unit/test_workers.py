@@ -24,12 +24,14 @@ def prompt(first: int, length: int = 3 * BLOCK_TOKENS) -> bytes:
 class World:
     """Two prefill nodes with their sessions, and jobs to send."""
 
-    def __init__(self, slots: int = 3, max_tokens: tuple[int, int] = (512, 512)) -> None:
+    def __init__(
+        self, slots: int = 3, max_tokens: tuple[int, int] = (512, 512), keeps_prefixes: bool = True
+    ) -> None:
         self.workers = Workers(NAMES, 300)
         self.arrivals = 0
         for name, limit in zip(NAMES, max_tokens, strict=True):
             grants = tuple(SlotGrant(index, 0) for index in range(slots))
-            profile = replace(PROFILE, max_tokens=limit)
+            profile = replace(PROFILE, max_tokens=limit, keeps_prefixes=keeps_prefixes)
             plane = ShmPlane("slab", slots, 64)
             hello = HelloOk(f"session-{name}", f"of-{name}", 5_000, 1_000, profile, grants, plane)
             self.worker(name).opened(hello, 0)
@@ -67,6 +69,11 @@ def test_a_prompt_goes_where_its_beginning_went_unless_that_node_has_much_more_t
     assert world.send(world.job(prompt(7) + prompt(8))) == "east", "one more than the other is borne"
     assert world.send(world.job(prompt(7) + prompt(9))) == "west", "two more are not"
     assert world.send(world.job(prompt(7) + prompt(9) + prompt(1))) == "west"
+
+
+def test_where_no_prefixes_are_kept_only_work_counts() -> None:
+    world = World(keeps_prefixes=False)
+    assert [world.send(world.job(prompt(7))) for _ in range(4)] == ["east", "west"] * 2
 
 
 def test_a_prompt_that_failed_at_one_node_goes_to_the_other() -> None:

@@ -19,6 +19,7 @@ const KIND_OF_SLOT = { producing: "prefill", ready: "hold", importing: "import",
 const KIND_OF_LANE = { importing: "import", prefilling: "prefill", decoding: "decode", stopping: "orphan" };
 const rows = new Map(); // name of a row: spans seen there, {kind, job, from, to}
 let apiKey = "";
+let scrolled = false; // on a narrow screen, to what happens now
 
 const element = (id) => document.getElementById(id);
 
@@ -47,7 +48,8 @@ function see(row, kind, job, now) {
 }
 
 function shortName(worker) {
-  return worker.length > 20 ? `…${worker.slice(-19)}` : worker;
+  const name = worker.replace(/^\w+:\/\//, "").split("/").at(-1);
+  return name.length > 20 ? `…${name.slice(-19)}` : name;
 }
 
 function observe(state) {
@@ -136,7 +138,7 @@ function drawJobs(state) {
 
 function drawHistogram(id, values) {
   const svg = element(id);
-  svg.setAttribute("viewBox", "0 0 400 110");
+  svg.setAttribute("viewBox", "0 0 430 125");
   svg.replaceChildren();
   if (!values.length) {
     svg.append(shape("text", { x: 10, y: 20, class: "faint" }, "nothing yet"));
@@ -148,12 +150,13 @@ function drawHistogram(id, values) {
   bins.forEach((count, number) => {
     const height = (80 * count) / most;
     const range = `${2 ** number} to ${2 ** (number + 1)} ms: ${count}`;
-    svg.append(titled(shape("rect", { x: 8 + number * 24, y: 88 - height, width: 20, height, class: "decode" }), range));
-    if (number % 3 === 0) svg.append(shape("text", { x: 8 + number * 24, y: 103, class: "faint" }, `${2 ** number} ms`));
+    svg.append(titled(shape("rect", { x: 8 + number * 24, y: 103 - height, width: 20, height, class: "decode" }), range));
+    if (number % 3 === 0) svg.append(shape("text", { x: 8 + number * 24, y: 118, class: "faint" }, `${2 ** number} ms`));
   });
   const sorted = [...values].sort((one, other) => one - other);
   const at = (share) => Math.round(sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))]);
-  svg.append(shape("text", { x: 200, y: 14, class: "faint" }, `p50 ${at(0.5)} ms, p95 ${at(0.95)} ms, ${values.length} jobs`));
+  const caption = { x: 422, y: 14, "text-anchor": "end", class: "faint" };
+  svg.append(shape("text", caption, `p50 ${at(0.5)} ms, p95 ${at(0.95)} ms, ${values.length} jobs`));
 }
 
 function drawNumbers(state) {
@@ -221,6 +224,8 @@ function draw(state) {
   drawHistogram("ttft", timed.map((job) => job.timings.first_token_ms).filter((value) => value !== null));
   drawHistogram("gap", timed.map((job) => job.timings.lane_gap_us).filter((value) => value !== null).map((value) => value / 1_000));
   drawWorkers(state);
+  if (!scrolled) for (const id of ["timeline", "jobs"]) element(id).parentElement.scrollLeft = WIDTH;
+  scrolled = true;
 }
 
 async function poll() {
