@@ -1,6 +1,6 @@
 """The decode node's compute thread.
 
-Decides only the order of work on one device: commands first, then one piece of an import or one chunk of a
+Decides only the order of work on one device: commands first, then some pieces of an import or a chunk of a
 local prefill, then one decode step of all running lanes, and again. It owns the engine and the samplers of
 live jobs. Commands come through a bounded queue, answers go to the loop's mailbox; every command is answered
 as `decode_node.events` says, exactly once. It must never touch a socket, and never sample from what was not
@@ -19,9 +19,10 @@ import numpy as np
 from common.block_store import BlockCorrupt, BlockStore
 from common.clock import now_us
 from common.digests import bytes_digest
-from common.engines.interface import Capabilities, DecodeEngine
+from common.engines.interface import DecodeEngine
+from common.engines.loading import EngineLoaded, LoadFailed, load_or_fail
 from common.engines.registry import EngineSettings, load_decode_engine
-from common.errors import ConfigError, ErrorCode
+from common.errors import ErrorCode
 from common.hooks import HoldPoints
 from common.kv_layout import chunk_bounds
 from common.log import NodeLog
@@ -32,23 +33,9 @@ from decode_node import commands
 from decode_node import events as ev
 from decode_node.cache_files import FILE_COMMANDS, CacheFiles
 from decode_node.kv_import import ImportFrom, KvImport, KvSource, copy_blocks
-from decode_node.lane_storing import LaneStoring
+from decode_node.lane_storing import SLICE_US, LaneStoring
 from decode_node.sampler import JobSampler
 from transport.loop import Commands, Mailbox
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoaded:
-    """The engine is ready."""
-
-    capabilities: Capabilities
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFailed:
-    """The engine could not be loaded."""
-
-    detail: str
 
 
 @dataclass(slots=True)
@@ -114,7 +101,7 @@ class DecodeCompute:
         }
 
     def start(self) -> None:
-        """Begin loading; the mailbox gets EngineLoaded or EngineFailed."""
+        """Begin loading; the mailbox gets EngineLoaded or LoadFailed."""
         self._thread.start()
 
     def use_eos(self, token_ids: frozenset[int]) -> None:
@@ -137,14 +124,11 @@ class DecodeCompute:
         self._thread.join()
 
     def _run(self) -> None:
-        try:
-            self._engine = load_decode_engine(self._settings)
-        except ConfigError as error:
-            self._mailbox.put(EngineFailed(str(error)))
+        engine = load_or_fail(lambda: load_decode_engine(self._settings))
+        if isinstance(engine, LoadFailed):
+            self._mailbox.put(engine)
             return
-        except Exception:
-            self._mailbox.put(EngineFailed(traceback.format_exc()))
-            return
+        self._engine = engine
         self._storing.read_from(self._engine)
         self._mailbox.put(EngineLoaded(self._engine.capabilities))
         while True:
@@ -287,8 +271,13 @@ class DecodeCompute:
 
     def _fill(self, lane: int) -> None:
         filling = self._filling[lane]
+        until_us = now_us() + SLICE_US
         try:
-            next(filling.work)
+            # A piece for each step of the other lanes would leave this one idle for as many steps.
+            while True:
+                next(filling.work)
+                if now_us() >= until_us:
+                    return
         except StopIteration:
             del self._filling[lane]
         except Exception as error:

@@ -21,6 +21,7 @@ from common.cpus import pin_process
 from common.data_planes import SHM, TCP, planes_of
 from common.decode_config import DecodeConfig
 from common.endpoints import bulk_endpoint
+from common.engines.loading import EngineLoaded, LoadFailed
 from common.errors import ConfigError, ExitStatus
 from common.hooks import HoldPoints
 from common.ids import new_incarnation, new_job_id, new_session_id
@@ -33,7 +34,7 @@ from common.prefix_commands import StoreBlocks
 from decode_node import commands
 from decode_node import events as ev
 from decode_node.cache_files import FILE_COMMANDS, CacheFiles
-from decode_node.compute import DecodeCompute, EngineFailed, EngineLoaded
+from decode_node.compute import DecodeCompute
 from decode_node.core import DecodeCore
 from decode_node.job_log import log_answer, log_end
 from decode_node.kv_import import ImportFrom, KvSource
@@ -48,7 +49,7 @@ from decode_node.stack import (
     PlaneRefused,
     ToWorker,
 )
-from decode_node.text_thread import TextThread, TokenizerFailed, TokenizerLoaded
+from decode_node.text_thread import TextThread, TokenizerLoaded
 from transport.bulk import CloseBulk, ExpectChunks, FromBulk, Land, ToBulk
 from transport.bulk_link import BulkSink
 from transport.connector import Connector
@@ -127,7 +128,7 @@ class DecodeNode:
 
     def load(self) -> bool:
         for item in self._mailbox.take():
-            if isinstance(item, (EngineFailed, TokenizerFailed)):
+            if isinstance(item, LoadFailed):
                 raise ConfigError(item.detail)
             self._loaded[type(item)] = item
         if self._loaded.keys() != {EngineLoaded, TokenizerLoaded}:

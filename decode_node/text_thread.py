@@ -6,7 +6,6 @@ mailbox in the order of the commands. It must never touch a socket or the engine
 """
 
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +15,9 @@ import numpy as np
 
 from common.digests import prompt_digest
 from common.engines.interface import Tokenizer
+from common.engines.loading import LoadFailed, load_or_fail
 from common.engines.registry import EngineSettings, load_tokenizer
-from common.errors import ConfigError, ErrorCode
+from common.errors import ErrorCode
 from common.hooks import HoldPoints
 from decode_node import commands
 from decode_node import events as ev
@@ -34,13 +34,6 @@ class TokenizerLoaded:
     """The text thread is ready."""
 
     eos_token_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFailed:
-    """The tokenizer could not be loaded."""
-
-    detail: str
 
 
 class _Answer:
@@ -76,7 +69,7 @@ class TextThread:
         }
 
     def start(self) -> None:
-        """Begin loading; the mailbox gets TokenizerLoaded or TokenizerFailed."""
+        """Begin loading; the mailbox gets TokenizerLoaded or LoadFailed."""
         self._thread.start()
 
     def put(self, command: Any) -> None:
@@ -89,14 +82,11 @@ class TextThread:
         self._thread.join(_STOP_S)
 
     def _run(self) -> None:
-        try:
-            self._tokenizer = load_tokenizer(self._settings)
-        except ConfigError as error:
-            self._mailbox.put(TokenizerFailed(str(error)))
+        tokenizer = load_or_fail(lambda: load_tokenizer(self._settings))
+        if isinstance(tokenizer, LoadFailed):
+            self._mailbox.put(tokenizer)
             return
-        except Exception:
-            self._mailbox.put(TokenizerFailed(traceback.format_exc()))
-            return
+        self._tokenizer = tokenizer
         self._mailbox.put(TokenizerLoaded(self._tokenizer.eos_token_ids))
         while (command := self._commands.get()) is not None:
             self._handlers[type(command)](command)

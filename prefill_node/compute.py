@@ -8,7 +8,7 @@ must never touch a socket, and must give a slot its epoch before it writes the f
 import mmap
 import threading
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ import xxhash
 from common.block_store import BlockCorrupt, BlockStore
 from common.clock import now_us
 from common.digests import bytes_digest
-from common.engines.interface import Capabilities, PrefillEngine
+from common.engines.interface import PrefillEngine
+from common.engines.loading import EngineLoaded, LoadFailed, load_or_fail
 from common.engines.registry import EngineSettings, load_prefill_engine
-from common.errors import ConfigError, ErrorCode
+from common.errors import ErrorCode
 from common.hooks import HoldPoints
 from common.kv_convert import KvConverter
 from common.kv_layout import KvLayout
@@ -34,20 +35,6 @@ from prefill_node.events import (
 )
 from transport.loop import Commands, Mailbox
 from transport.slab import Slab
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoaded:
-    """The engine is ready for `attach`."""
-
-    capabilities: Capabilities
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFailed:
-    """The engine could not be loaded."""
-
-    detail: str
 
 
 class PrefillCompute:
@@ -69,7 +56,7 @@ class PrefillCompute:
         self._thread = threading.Thread(target=mailbox.guard, args=(self._run,), name="compute", daemon=True)
 
     def start(self) -> None:
-        """Begin loading; the mailbox gets EngineLoaded or EngineFailed."""
+        """Begin loading; the mailbox gets EngineLoaded or LoadFailed."""
         self._thread.start()
 
     def attach(self, slab: Slab, wire_layout: KvLayout, store: BlockStore) -> None:
@@ -93,13 +80,9 @@ class PrefillCompute:
         self._thread.join()
 
     def _run(self) -> None:
-        try:
-            engine = load_prefill_engine(self._settings)
-        except ConfigError as error:
-            self._mailbox.put(EngineFailed(str(error)))
-            return
-        except Exception:
-            self._mailbox.put(EngineFailed(traceback.format_exc()))
+        engine = load_or_fail(lambda: load_prefill_engine(self._settings))
+        if isinstance(engine, LoadFailed):
+            self._mailbox.put(engine)
             return
         self._layout = engine.capabilities.layout
         self._mailbox.put(EngineLoaded(engine.capabilities))

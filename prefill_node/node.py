@@ -15,6 +15,7 @@ from common.compatibility import prefix_identity, profile_of, wire_layout
 from common.cpus import pin_process
 from common.data_planes import SHM, TCP, planes_of
 from common.endpoints import bulk_host
+from common.engines.loading import EngineLoaded, LoadFailed
 from common.errors import ConfigError, ErrorCode, ExitStatus
 from common.hooks import HoldPoints
 from common.ids import new_session_id
@@ -25,7 +26,7 @@ from common.messages import PrefillDone, PrefillFailed, ShmPlane, TcpPlane
 from common.prefill_config import PrefillConfig
 from common.prefix_commands import StoreBlocks
 from prefill_node import events as ev
-from prefill_node.compute import EngineFailed, EngineLoaded, PrefillCompute
+from prefill_node.compute import PrefillCompute
 from prefill_node.core import PrefillCore
 from prefill_node.production import PrefillSettings
 from prefill_node.stack import PrefillStack
@@ -80,7 +81,7 @@ class PrefillNode:
 
     def load(self) -> bool:
         for item in self._mailbox.take():
-            if isinstance(item, EngineFailed):
+            if isinstance(item, LoadFailed):
                 raise ConfigError(item.detail)
             if isinstance(item, EngineLoaded):
                 self._begin(item)
